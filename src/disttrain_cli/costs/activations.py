@@ -1,7 +1,7 @@
-"""Activations of a stage: what a slot keeps, and what a layer holds while it runs, by the work.
+"""Activations of a stage by work: bytes saved for a slot, and bytes held while a layer runs.
 
-They are counted at the worst work a replica can meet, not at the mean. A rank of a CP group has its
-share of them, and what it keeps beyond that.
+They are counted at the worst work of a replica, not at the mean. A rank of a CP group has its share
+of them, plus what it saves in addition.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from disttrain_cli.spec.shape import ParallelShape
 from disttrain_cli.spec.work import Work
 
 Floats = NDArray[np.float64]
-WHOLE = 1e-6  # items, below which a share that is no whole number is a sum's rounding
+WHOLE = 1e-6  # items; a fractional part below this is rounding of a sum
 
 
 def worst_mix(
     profile: Profile, modules: Sequence[str], slot_sequences: float, dp: Floats
 ) -> tuple[Floats, Floats, Floats]:
-    """Worst work of one replica in a slot, as multiples of (worst sequence, mean sequence, mean
-    item), by DP.
+    """Return one replica's worst work in a slot, by DP.
 
-    A unit with the LLM works on whole sequences, M = slot / DP of them, each possibly the worst.
-    Other units share the slot's images over their replicas: a slot with one worst sequence among
-    average ones, levelled image by image, which leaves at most one image more on a replica than its
-    share (Graham 1969). Where all images are of one size that is the share rounded up.
+    Given as multiples of (worst sequence, mean sequence, mean item). A unit with the LLM processes
+    entire sequences, M = slot / DP of them, each possibly the worst. Other units share the slot's
+    images over their replicas: a slot with one worst sequence among average ones, balanced image by
+    image, which leaves at most one image more on a replica than its share (Graham 1969). If all
+    images are of one size that is the share rounded up.
     """
     if profile.inputs.llm in modules:
         return slot_sequences / dp, np.zeros_like(dp), np.zeros_like(dp)
@@ -49,14 +49,14 @@ def worst_mix(
 
 
 def _of_one_size(work: Work) -> bool:
-    """True if all items have the same tokens (equality in Cauchy and Schwarz's inequality)."""
+    """Return True if all items have the same tokens (Cauchy-Schwarz inequality is tight)."""
     return math.isclose(work.sum_length_sq * work.items, work.tokens**2, rel_tol=1e-9)
 
 
 def at_worst(
     share: Callable[..., Floats], profile: Profile, layout: Layout, unit: UnitPlan, *more: bool
 ) -> Floats:
-    """[L] of every layer of a unit, one of the shares below at the worst work of a rank."""
+    """Return [L] one of the shares below for every layer of a unit, at the worst work of a rank."""
     return np.concatenate(
         [
             np.array([1.0, *worst_work(profile, layout, unit, modules[0])])
@@ -69,8 +69,11 @@ def at_worst(
 def worst_work(
     profile: Profile, layout: Layout, unit: UnitPlan, module: str
 ) -> tuple[float, float, float]:
-    """The worst work that a replica of a unit has of a module in a slot, as `worst_mix`; where its
-    items are dealt out over a TP group, the busiest rank has an item beyond its share."""
+    """Return a replica's worst work in a module per slot, as `worst_mix`.
+
+    If the module's items are distributed over a TP group, the busiest rank has one item beyond its
+    share.
+    """
     slot = layout.unit_of(profile.inputs.llm).dp * layout.microbatch_size
     mix = worst_mix(profile, unit.modules, slot, np.array([float(unit.dp)]))
     worst, mean, item = (float(part[0]) for part in mix)
@@ -84,8 +87,10 @@ def kept_share(
     shape: ParallelShape,
     trained: Sequence[str] | None = None,
 ) -> Floats:
-    """[4, L] `activation_terms` of a rank by the work of its replica: its share of them, and what
-    it keeps beyond that."""
+    """Return [4, L] a rank's `activation_terms` by the work of its replica.
+
+    They are its share of them, plus what it saves in addition.
+    """
     terms = activation_terms(profile, modules, trained, tp=shape.tp, recompute=shape.recompute)
     more = _inputs_of_others if shape.recompute else _kept_twice
     return _shared(terms, shape) + more(profile, modules, shape, trained)
@@ -99,7 +104,7 @@ def working_share(
     later: bool = False,
     overlap: bool = False,
 ) -> Floats:
-    """[4, L] `working_terms` of a rank by the work of its replica, in the same way."""
+    """Return [4, L] a rank's `working_terms` by the work of its replica, as `kept_share`."""
     terms = working_terms(
         profile,
         modules,
@@ -125,7 +130,7 @@ def deferred_share(
     shape: ParallelShape,
     trained: Sequence[str] | None = None,
 ) -> Floats:
-    """[4, L] `deferred_terms` of a rank by the work of its replica: its share of them."""
+    """Return [4, L] a rank's share of `deferred_terms` by the work of its replica."""
     return _shared(deferred_terms(profile, modules, trained, tp=shape.tp), shape)
 
 
@@ -138,12 +143,12 @@ def activation_terms(
     tp: int,
     recompute: bool = False,
 ) -> Floats:
-    """Bytes that one rank keeps of a slot per layer as [4, L]: base, worst sequence, mean sequence,
-    mean item.
+    """Return [4, L] bytes that one rank saves for a slot per layer.
 
-    A frozen layer keeps what the gradient of its inputs needs, or nothing where it has no backward;
-    under activation checkpointing a layer keeps its input, and what its stage was given of the
-    slot's inputs stays, also what only a frozen layer reads.
+    The terms are base, worst sequence, mean sequence, mean item. A frozen layer saves what the
+    gradient of its inputs needs, or nothing if it has no backward; under activation checkpointing a
+    layer saves its input, and the stage's inputs of the slot are kept, including those that only a
+    frozen layer reads.
     """
     return _terms(
         profile,
@@ -167,13 +172,14 @@ def working_terms(
     later: bool = False,
     overlap: bool = False,
 ) -> Floats:
-    """The most bytes of a slot that a layer holds while it runs, what it then keeps among them;
-    terms as above.
+    """Return [4, L] the peak bytes of a slot while a layer runs, including what it then saves.
+
+    Terms as in `activation_terms`.
 
     Args:
-        later: gradients of weights are computed after the backward.
-        overlap: the TP group's messages travel behind products. The symmetric memory for them is
-            there whatever layer runs.
+        later: weight gradients are deferred until after the backward.
+        overlap: TP messages overlap with GEMMs. The symmetric memory for them is allocated
+            whichever layer runs.
     """
 
     def amounts(cost: LayerCost, does: Backward) -> list[Polynomial]:
@@ -196,8 +202,10 @@ def working_terms(
 def deferred_terms(
     profile: Profile, modules: Sequence[str], trained: Sequence[str] | None = None, *, tp: int
 ) -> Floats:
-    """Bytes that a layer keeps of a slot from its backward to the gradients of its weights, where
-    these are computed later; terms as above."""
+    """Return [4, L] bytes that a layer keeps from its backward to its deferred weight gradients.
+
+    Terms as in `activation_terms`.
+    """
     return _terms(
         profile,
         modules,
@@ -230,7 +238,7 @@ def _terms(
 
 
 def _kept(cost: LayerCost, does: Backward, recompute: bool, *, tp: int) -> Polynomial:
-    """Bytes of one slot that a layer keeps on one rank from forward to backward."""
+    """Return the bytes of one slot that a layer saves on one rank from forward to backward."""
     if does == "still":
         return Polynomial()
     shard = cost.tp[str(tp)]
@@ -240,14 +248,14 @@ def _kept(cost: LayerCost, does: Backward, recompute: bool, *, tp: int) -> Polyn
 
 
 def _shared(terms: Floats, shape: ParallelShape) -> Floats:
-    """Terms of a replica's work, as a rank of a CP group has them."""
+    """Return the terms of a CP rank from those of its replica."""
     return np.vstack([terms[:1], terms[1:] / shape.cp])
 
 
 def _kept_twice(
     profile: Profile, modules: Sequence[str], shape: ParallelShape, trained: Sequence[str] | None
 ) -> Floats:
-    """[4, L] what a rank of a CP group keeps of a slot beyond its share of the work."""
+    """Return [4, L] bytes that a CP rank saves for a slot beyond its share of the work."""
     return _by_own_rows(profile, modules, shape, trained, partial(kept_bytes, profile))
 
 
@@ -258,7 +266,7 @@ def _by_own_rows(
     trained: Sequence[str] | None,
     row_bytes: Callable[[str, LayerCost, ParallelShape, Backward], float],
 ) -> Floats:
-    """[4, L] so many bytes for each row of a rank."""
+    """Return [4, L] bytes proportional to a rank's local rows."""
     columns: list[Floats] = []
     for name in modules:
         module, own = profile.modules[name], own_rows(profile, name, shape)
@@ -274,8 +282,10 @@ def _by_own_rows(
 def _inputs_of_others(
     profile: Profile, modules: Sequence[str], shape: ParallelShape, trained: Sequence[str] | None
 ) -> Floats:
-    """[4, L] bytes of a slot's inputs that a rank of a CP group was given for the others: encoders
-    are given whole images. They stay where activations are recomputed."""
+    """Return [4, L] bytes of a slot's inputs that a CP rank holds for the other ranks.
+
+    Encoders receive entire images. They are kept if activations are recomputed.
+    """
     given = _terms(
         profile, modules, trained, lambda cost, does: [cost.tp[str(shape.tp)].batch_bytes]
     )
@@ -288,7 +298,7 @@ def _inputs_of_others(
 
 
 def own_rows(profile: Profile, name: str, shape: ParallelShape) -> Floats:
-    """[4] rows of a module on a rank of a CP group, by the terms of `activation_terms`."""
+    """Return [4] rows of a module on a CP rank, by the terms of `activation_terms`."""
     module = profile.modules[name]
     mean = module.work_per_sequence
     item = mean.scaled(1.0 / mean.items) if mean.items else Work()

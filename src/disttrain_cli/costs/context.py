@@ -1,17 +1,19 @@
-"""Context parallelism in numbers: which degrees a unit may have, and what it costs.
+"""Costs of context parallelism, and the degrees that a unit may have.
 
 A CP group divides the work of a replica evenly: each of its C ranks has 1/C of the rows (an LLM's
 tokens, an encoder's patches), and in attention either 1/C of the heads (`models.ulysses`), whatever
-the documents and images, or its own rows, levelled by their work (`models.levelling`). So a rank's
-time and memory are those of a C-th of the work. What comes on top is counted here:
+the documents and images, or its local rows, balanced by their work (`models.levelling`). So a
+rank's time and memory are those of a C-th of the work. Additional costs are counted here:
 
-- of rows for heads, two exchanges per attention and direction with the copies around them, what
-  attention made by heads beside the same by rows, keys and values that several ranks have alike;
-- of gathered keys and values, these messages with the copies around them, all rows of them, what
-  attention made run by run beside all of it, and what the busiest rank has more to do;
-- the rows of encoders that the ranks of an LLM gather.
+- when rows are exchanged for heads, two exchanges per attention and direction with the copies
+  around them, attention's output by heads in addition to the same by rows, keys and values that
+  several ranks hold alike;
+- when keys and values are gathered, these messages with the copies around them, all rows of them,
+  attention's output per run in addition to its concatenation, and the busiest rank's additional
+  work;
+- the encoder rows that the ranks of an LLM gather.
 
-Where queries, keys and values are views of one tensor, a group keeps less: no rank has all of it.
+If queries, keys and values are views of one tensor, a group saves less: no rank has all of it.
 """
 
 from __future__ import annotations
@@ -38,16 +40,16 @@ from disttrain_cli.spec.profile import (
 from disttrain_cli.spec.shape import ParallelShape
 from disttrain_cli.spec.work import Work
 
-#: Of a number that is exchanged.
+#: Bytes of an exchanged element.
 VALUE_BYTES = {"bf16": 2.0, "fp32": 4.0}
-#: What the busiest rank of a group has more to attend to than the mean where tokens are levelled:
-#: 1.011 to 1.021 of the mean for CP 2 to 16 on long documents (`python -m benchmarks.context`).
+#: Excess attention of a group's busiest rank over the mean with balanced tokens: 1.011 to 1.021 of
+#: the mean for CP 2 to 16 on long documents (`python -m benchmarks.context`).
 UNEVEN = 0.02
 NOTHING = Polynomial()
 
 
 def misfit(profile: Profile, modules: Sequence[str], shape: ParallelShape) -> str | None:
-    """Why a unit with these modules cannot have a CP degree; None where it can."""
+    """Return why a unit with these modules cannot have a CP degree; None if it can."""
     inputs, tp, cp = profile.inputs, shape.tp, shape.cp
     if cp == 1:
         return None
@@ -75,14 +77,16 @@ def misfit(profile: Profile, modules: Sequence[str], shape: ParallelShape) -> st
 
 
 def most_cp(profile: Profile, modules: Sequence[str]) -> int:
-    """The largest CP degree that heads of the modules allow: no rank is without one."""
+    """Return the largest CP degree that the modules' heads allow: every rank has at least one."""
     costs = (cost for name in modules for cost in profile.modules[name].costs.values())
     return min((cost.heads.query for cost in costs if cost.heads), default=1)
 
 
 def fits_nodes(shape: ParallelShape, gpus_per_node: int) -> bool:
-    """True if the TP × CP ranks of a replica are an even part of a node, or whole nodes with TP
-    groups inside each."""
+    """Return True if a replica's TP × CP ranks divide a node evenly.
+
+    They may also fill whole nodes with TP groups inside each.
+    """
     ranks = shape.tp_cp_size
     return gpus_per_node % ranks == 0 or (
         ranks % gpus_per_node == 0 and gpus_per_node % shape.tp == 0
@@ -92,8 +96,10 @@ def fits_nodes(shape: ParallelShape, gpus_per_node: int) -> bool:
 def exchanged_ms(
     profile: Profile, name: str, cost: LayerCost, shape: ParallelShape, does: Backward
 ) -> tuple[Polynomial, Polynomial]:
-    """Times that exchanges, inside a node or between some, and the copies around them add to a
-    layer of a module in its forward and in its backward, by the work of a replica."""
+    """Return the times that CP messages and their copies add to a layer's forward and backward.
+
+    By the work of a replica; the messages may cross nodes.
+    """
     if shape.cp == 1:
         return NOTHING, NOTHING
     attention = _gathered_ms if _gathers(shape) else _attention_ms
@@ -109,8 +115,10 @@ def exchanged_ms(
 def _attention_ms(
     profile: Profile, name: str, cost: LayerCost, shape: ParallelShape
 ) -> tuple[Polynomial, Polynomial]:
-    """Times of a pass's two exchanges of an attention and the copies around them: of the forward,
-    and of the gradients' way."""
+    """Return the times of a pass's two exchanges of an attention and the copies around them.
+
+    The first is that of the forward, the second that of the gradients.
+    """
     if (heads := cost.heads) is None:
         return NOTHING, NOTHING
     own_bytes, moved_bytes = (
@@ -130,17 +138,19 @@ def _attention_ms(
 def _gathered_ms(
     profile: Profile, name: str, cost: LayerCost, shape: ParallelShape
 ) -> tuple[Polynomial, Polynomial]:
-    """Times in which keys and values are gathered, or their gradients scattered, with the copies
-    around that and what the busiest rank attends to beyond its share."""
+    """Return the times of gathering keys and values, and of scattering their gradients.
+
+    They include the copies around them and the busiest rank's attention beyond its share.
+    """
     if (heads := cost.heads) is None:
         return NOTHING, NOTHING
     query, key = _widths(profile, heads, shape)
     link, times = _link(profile, shape), cost.tp[str(shape.tp)]
-    levelled = name == profile.inputs.llm  # others' rows stay in their order
-    # put together, and put into the order of rows; what attention made, run by run, put together
+    levelled = name == profile.inputs.llm  # others' rows are not reordered
+    # concatenation, and reordering of rows; concatenation of attention's outputs per run
     forward_bytes = 4.0 * key / shape.cp + levelled * (4.0 * key + 2.0 * query / shape.cp)
-    # a tensor of zeros, to which gradients of what runs see are added, as much as all rows; the
-    # order of ranks again, and two tensors of one
+    # a tensor of zeros, to which the runs' gradients are added, as large as all rows; reordering by
+    # rank, and splitting one tensor into two
     backward_bytes = 2.0 * key + 6.0 * key + levelled * 4.0 * key + 4.0 * key / shape.cp
     passes = []
     for operation, moved_bytes, attended in (
@@ -157,7 +167,7 @@ def _gathered_ms(
 
 
 def _by_rows(profile: Profile, name: str, latency_s: float, row_s: float) -> Polynomial:
-    """A time in ms by the work of a replica, of so much for each of its rows."""
+    """Return a time in ms by the work of a replica, from a latency and a time per row."""
     each = _rows_of(profile, name)
     return Polynomial(
         base=1e3 * latency_s,
@@ -167,14 +177,16 @@ def _by_rows(profile: Profile, name: str, latency_s: float, row_s: float) -> Pol
 
 
 def _link(profile: Profile, shape: ParallelShape) -> LinkTimes:
-    """What rings through the ranks of a CP group have."""
+    """Return the links of rings through the ranks of a CP group."""
     per_node = ranks_per_node(profile, shape)
     return profile.links if per_node == shape.cp else ring_link(profile.links, per_node)
 
 
 def _gathering_ms(profile: Profile, cost: LayerCost, shape: ParallelShape) -> Polynomial:
-    """Time in which ranks gather what encoders left, or scatter its gradient, each TP rank's part
-    of it."""
+    """Return the time of gathering encoder outputs, or of scattering their gradient.
+
+    Each TP rank gathers its part of them.
+    """
     if cost.gathered_bytes == NOTHING:
         return NOTHING
     link = _link(profile, shape)
@@ -188,8 +200,10 @@ def _gathering_ms(profile: Profile, cost: LayerCost, shape: ParallelShape) -> Po
 def exchanged_bytes(
     profile: Profile, name: str, cost: LayerCost, shape: ParallelShape, does: Backward
 ) -> float:
-    """Bytes per own row that leave a rank in a layer's forward and backward, over the data's mean
-    work."""
+    """Return the bytes per local row that leave a rank in a layer's forward and backward.
+
+    Averaged over the data's mean work.
+    """
     if shape.cp == 1:
         return 0.0
     passes, mean = 1.0 + _backwards(shape, does), profile.modules[name].work_per_sequence
@@ -200,7 +214,7 @@ def exchanged_bytes(
 
 
 def _sent_bytes(profile: Profile, heads: Heads | None, shape: ParallelShape) -> float:
-    """Bytes per own row that leave a rank for one pass of an attention."""
+    """Return the bytes per local row that leave a rank for one pass of an attention."""
     if heads is None:
         return 0.0
     if not _gathers(shape):
@@ -210,8 +224,10 @@ def _sent_bytes(profile: Profile, heads: Heads | None, shape: ParallelShape) -> 
 
 
 def messages_s(profile: Profile, shape: ParallelShape, size_bytes: float) -> float:
-    """Time of one message of a CP group's attention, of so many bytes: on every rank of exchanges,
-    or of all rows on each."""
+    """Return the time of one message of a CP group's attention.
+
+    `size_bytes` are those on every rank for exchanges, or of all rows for gathers.
+    """
     if _gathers(shape):
         return all_gather_s(_link(profile, shape), size_bytes, shape.cp)
     return exchange_s(profile.links, size_bytes, shape.cp, ranks_per_node(profile, shape))
@@ -220,22 +236,26 @@ def messages_s(profile: Profile, shape: ParallelShape, size_bytes: float) -> flo
 def kept_bytes(
     profile: Profile, name: str, cost: LayerCost, shape: ParallelShape, does: Backward
 ) -> float:
-    """Bytes per own row that a rank keeps of a layer beyond its share of what it would keep
-    alone."""
+    """Return the bytes per local row that a rank saves for a layer in addition to its share.
+
+    Its share is that of an unsharded layer's saved bytes.
+    """
     if shape.cp == 1 or cost.heads is None or does == "still":
         return 0.0
     query, key = _widths(profile, cost.heads, shape)
-    # attention made it by heads, or run by run
+    # attention's output by heads, or per run
     again = does == "trained" and not cost.frozen_projection
     if _gathers(shape):
         again &= name == profile.inputs.llm
-    others = shape.cp if _gathers(shape) else _again(cost.heads, shape)  # that have the same keys
+    others = shape.cp if _gathers(shape) else _again(cost.heads, shape)  # ranks with the same keys
     return query * again + 2.0 * key * (others - 1) - (query + key) * cost.fused_heads
 
 
 def held_bytes(profile: Profile, cost: LayerCost, shape: ParallelShape, does: Backward) -> float:
-    """Bytes per own row that a rank holds of gradients of all keys and values in an attention's
-    backward: their sums, and what is added or as the ranks' order has them."""
+    """Return the bytes per local row of all keys' and values' gradients in attention's backward.
+
+    They are their sums, and the addends or the same in the ranks' order.
+    """
     if not _gathers(shape) or cost.heads is None or does == "still":
         return 0.0
     _, key = _widths(profile, cost.heads, shape)
@@ -243,52 +263,56 @@ def held_bytes(profile: Profile, cost: LayerCost, shape: ParallelShape, does: Ba
 
 
 def ranks_per_node(profile: Profile, shape: ParallelShape) -> int:
-    """Of a CP group of a unit, the ranks in each node."""
+    """Return the ranks of a unit's CP group in each node."""
     node = profile.links.gpus_per_node
     return shape.cp if node is None else min(shape.cp, node // shape.tp)
 
 
 def rows(profile: Profile, name: str, work: Work) -> float:
-    """Rows of so much work of a module."""
+    """Return the rows of a module for this work."""
     each = _rows_of(profile, name)
     return each.items * work.items + each.tokens * work.tokens
 
 
 def _rows_of(profile: Profile, name: str) -> Work:
-    """Rows per item and per token of a module's work: of an LLM all tokens of its sequences, padded
-    ones too; of an encoder without class tokens."""
+    """Return the rows per item and per token of a module's work.
+
+    For an LLM all tokens of its sequences, including padding; for an encoder without class tokens.
+    """
     llm = name == profile.inputs.llm
     return Work(items=profile.inputs.sequence_length) if llm else Work(tokens=1.0)
 
 
 def _row_bytes(profile: Profile, heads: Heads, shape: ParallelShape) -> float:
-    """Bytes per own row of a rank's two exchanges, before and after attention."""
+    """Return the bytes per local row of a rank's two exchanges, before and after attention."""
     query, key = _widths(profile, heads, shape)
     return 2.0 * query + 2.0 * key * _again(heads, shape)
 
 
 def _moved_bytes(profile: Profile, heads: Heads, shape: ParallelShape) -> float:
-    """Bytes per own row that copies around a rank's two exchanges read and write: queries, keys and
-    values are put together, and laid out by rank; attention's result goes back by row
-    (`models.ulysses`)."""
+    """Return the bytes per local row that copies around a rank's two exchanges read and write.
+
+    Queries, keys and values are concatenated and laid out by rank; attention's result is laid out
+    by row again (`models.ulysses`).
+    """
     query, key = _widths(profile, heads, shape)
     together = query + 2.0 * key * _again(heads, shape)
     return 2.0 * (2.0 * together + query)
 
 
 def _widths(profile: Profile, heads: Heads, shape: ParallelShape) -> tuple[float, float]:
-    """Bytes of a row's queries and of its keys on a rank."""
+    """Return the bytes of a row's queries and of its keys on a rank."""
     number_bytes = VALUE_BYTES[profile.precision] * heads.width
     return heads.query // shape.tp * number_bytes, heads.key // shape.tp * number_bytes
 
 
 def _again(heads: Heads, shape: ParallelShape) -> int:
-    """Ranks that have the same heads of keys and values."""
+    """Return the number of ranks that hold the same heads of keys and values."""
     return max(1, shape.cp // (heads.key // shape.tp))
 
 
 def _backwards(shape: ParallelShape, does: Backward) -> float:
-    """Passes of a backward with messages; a gradient's way sends as much as the forward."""
+    """Return the passes of a backward with messages; gradients send as much as the forward."""
     return 0.0 if does == "still" else 2.0 if shape.recompute else 1.0
 
 

@@ -1,10 +1,10 @@
-"""Expected and pessimistic costs: a profile changed by what it leaves out.
+"""Expected and pessimistic costs: a profile scaled by factors for effects that it omits.
 
-A profile says what kernels take in short bursts, or by a catalogue's curve, and what messages take
-alone on their links. Each reason for a run to be slower is a doubt with its evidence
-(`templates/doubts.yaml`). The factors of all doubts that hold for a profile are multiplied into its
-layers, links and optimizer, and layouts are simulated with these: no factor is put on a step as a
-whole, since modules, messages and optimizer differ in how much longer they take.
+A profile contains times of kernels in short bursts, or by a catalogue's curve, and of messages
+without contention. Each reason for a run to be slower is a doubt with its evidence
+(`templates/doubts.yaml`). The factors of all doubts that apply to a profile are multiplied into its
+layers, links and optimizer, and layouts are simulated with these: no factor is applied to an entire
+step, since modules, messages and optimizer differ in their slow-down.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ PASSES: dict[str, Pass] = {
     "backward_ms": "backward",
     "backward_input_ms": "backward_input",
 }
-#: Factors that change nothing of one device, and of devices of one node.
+#: Factors without effect on one device, and on devices of one node.
 ALONE = {"spread", "link", "tp_overlap"}
 BETWEEN_NODES = {"network", "network_p2p", "network_hop_us", "link_hop_us"}
 
 
 class Factors(Strict):
-    """Times as long as a profile says, or shares and latencies where the name says so."""
+    """Multiples of a profile's times; shares and latencies as named."""
 
     llm: float = Field(1.0, gt=0, description="Kernels of modules of that kind.")
     encoder: float = Field(1.0, gt=0)
@@ -65,7 +65,7 @@ class Factors(Strict):
 
 
 class Doubt(Strict):
-    """A reason for a run to take longer than its profile says."""
+    """Reason for a run to take longer than its profile predicts."""
 
     what: str
     profiles: list[ProfileKind]
@@ -76,18 +76,18 @@ class Doubt(Strict):
     source: str
 
     def factors(self, level: Level) -> Factors:
-        """The factors at a level; none of a doubt is optimistic."""
+        """Return the factors at a level; a doubt has none at the optimistic level."""
         return Factors() if level == "optimistic" else cast(Factors, getattr(self, level))
 
     @property
     def changes(self) -> set[str]:
-        """Names of the factors that it has."""
+        """Names of the factors that it sets."""
         return self.expected.model_fields_set | self.pessimistic.model_fields_set
 
 
 @cache
 def _all_doubts() -> list[Doubt]:
-    """The doubts that come with the package."""
+    """Return the doubts that come with the package."""
     import yaml
 
     text = files("disttrain_cli").joinpath("templates/doubts.yaml").read_text()
@@ -95,7 +95,7 @@ def _all_doubts() -> list[Doubt]:
 
 
 def doubts_of(profile: Profile, gpus: int) -> list[Doubt]:
-    """The doubts that hold for a profile on so many devices."""
+    """Return the doubts that apply to a profile on this many devices."""
     kind = "calibrated" if "calibrated" in profile.provenance else profile.device.kind
     network = "analytic" if lacks_network(profile, gpus) else kind
     present = Factors.model_fields.keys() - (ALONE if gpus == 1 else set())
@@ -111,7 +111,7 @@ def doubts_of(profile: Profile, gpus: int) -> list[Doubt]:
 
 
 def _curve(profile: Profile) -> str:
-    """Kernel curve of the catalogue for a profile's device."""
+    """Return the catalogue's kernel curve for a profile's device."""
     try:
         return lookup(profile.device.name).curve
     except SpecError:
@@ -119,15 +119,15 @@ def _curve(profile: Profile) -> str:
 
 
 def lacks_network(profile: Profile, gpus: int) -> bool:
-    """True if devices are on several nodes and nothing is known of the network between them."""
+    """Return True if devices are on several nodes and the network between them was not measured."""
     return profile.links.inter_node is None and gpus > profile.cluster.gpus_per_node
 
 
 @remembered
 def costs_at(profile: Profile, level: Level, gpus: int) -> Profile:
-    """The profile with its costs at a level, for a step on so many devices.
+    """Return the profile with its costs at a level, for a step on this many devices.
 
-    Returns the profile itself where nothing changes.
+    Returns the profile itself if nothing changes.
     """
     doubts = doubts_of(profile, gpus)
     factors = [doubt.factors(level) for doubt in doubts]
@@ -181,8 +181,7 @@ def costs_at(profile: Profile, level: Level, gpus: int) -> Profile:
 
 
 def _fit_factor(doubts: list[Doubt], time: ModuleTime, level: Level) -> float:
-    """Times as long as a module may take by the error of its own fit on held-out sizes, or the
-    inverse."""
+    """Return the factor of a module's time by its fit's error on held-out sizes, or the inverse."""
     widest = 1.0 + time.fit_error_pct / 100 * sum(doubt.pessimistic.fit for doubt in doubts)
     return {"optimistic": 1.0 / widest, "expected": 1.0, "pessimistic": widest}[level]
 
@@ -190,7 +189,7 @@ def _fit_factor(doubts: list[Doubt], time: ModuleTime, level: Level) -> float:
 def _scaled_shard(
     shard: LayerShard, kernels: float, link: float, overlap: float, byte_ms: float
 ) -> LayerShard:
-    """A layer's times with kernels and bytes of the TP group's messages scaled."""
+    """Return a layer's times with kernels and bytes of the TP group's messages scaled."""
 
     def with_messages(time: Polynomial, name: Pass) -> Polynomial:
         sent = shard.sent_bytes.get(name)
@@ -236,7 +235,7 @@ def _scaled_times(
 
 
 def _stated_network(profile: Profile) -> LinkTimes:
-    """The network that the run file states, no faster than the links inside a node."""
+    """Return the run file's network, no faster than the links inside a node."""
     stated = network_times(profile.cluster)
     slower = {
         name: min(getattr(stated, name), getattr(profile.links, name))

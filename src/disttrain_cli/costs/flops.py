@@ -1,6 +1,6 @@
-"""Model FLOPs and MFU: counted operations over what the devices could have done in the time.
+"""Model FLOPs and MFU: counted operations over the devices' peak in the same time.
 
-Forward plus backward that the step needs; padding does not count. A CPU's peak is the whole
+Forward plus backward that the step needs; padding does not count. A CPU's peak is the entire
 machine's and counts once, however many ranks share it.
 """
 
@@ -19,10 +19,10 @@ from disttrain_cli.spec.work import Work
 def module_flops(
     profile: Profile, name: str, work: Work, trained: Sequence[str] | None = None
 ) -> float:
-    """FLOPs of forward and backward of a module for this work; recomputing does not count.
+    """Return the FLOPs of a module's forward and backward for this work, without recomputation.
 
     Args:
-        trained: what is trained (`freezing.backwards`); None = everything.
+        trained: trained modules (`freezing.backwards`); None = all.
     """
     if work == NO_WORK:
         return 0.0
@@ -38,7 +38,7 @@ def module_flops(
 
 
 def flops_parts(cost: LayerCost, does: Backward) -> list[Polynomial]:
-    """The FLOPs that add up to a layer's forward and backward."""
+    """Return the FLOPs that add up to a layer's forward and backward."""
     if does == "still":
         return [cost.forward_flops]
     return [
@@ -48,8 +48,7 @@ def flops_parts(cost: LayerCost, does: Backward) -> list[Polynomial]:
 
 
 def flops_per_sequence(profile: Profile, trained: Sequence[str] | None = None) -> dict[str, float]:
-    """Mean FLOPs that one packed sequence of the data costs in each module, forward and
-    backward."""
+    """Return each module's mean FLOPs per packed sequence of the data, forward and backward."""
     return {
         name: module_flops(profile, name, module.work_per_sequence, trained)
         for name, module in profile.modules.items()
@@ -57,12 +56,12 @@ def flops_per_sequence(profile: Profile, trained: Sequence[str] | None = None) -
 
 
 def peak_tflops(device: DeviceProfile, gpus: int) -> float:
-    """Peak of what `gpus` ranks run on, in TFLOP/s."""
+    """Return the peak of the devices of `gpus` ranks, in TFLOP/s."""
     return device.peak_tflops if device.kind == "cpu" else device.peak_tflops * gpus
 
 
 def mfu(flops: float, seconds: float, device: DeviceProfile, gpus: int) -> float:
-    """Model FLOPs utilisation as a fraction.
+    """Return model FLOPs utilisation as a fraction.
 
     Raises:
         SpecError: it exceeds 1, so the peak (or the time) must be wrong.

@@ -1,10 +1,10 @@
-"""What a backward has to do in every layer, given what is trained.
+"""Backward of every layer, depending on the trained modules.
 
-A trained layer makes gradients of its weights (of a module with lora, of its adapters) and inputs.
-A frozen one makes those of its inputs
-only while something before it trains (it *passes* gradients on), and has no backward at all
-otherwise (it is *still*): it then keeps no activations either. Nothing is before an encoder:
-encoders stand side by side; only these and the LLM are before a generator.
+A trained layer computes gradients of its weights (in a module with LoRA, of its adapters) and
+inputs. A frozen one computes those of its inputs only if an earlier layer trains (it *passes*
+gradients on), and has no backward at all otherwise (it is forward-only, *still* in the code): then
+it saves no activations either. Nothing precedes an encoder: encoders are parallel; only these and
+the LLM precede a generator.
 """
 
 from __future__ import annotations
@@ -20,13 +20,12 @@ Backward = Literal["trained", "passes", "still"]
 
 
 def _trainable(cost: LayerCost) -> bool:
-    """Whether there is anything to be trained: of a module with lora, layers without adapters have
-    nothing."""
+    """Return True if a layer has trainable parameters; with LoRA, if it has adapters."""
     return any(shard.trained_parameters != 0 for shard in cost.tp.values())
 
 
 def owners(profile: Profile) -> set[str]:
-    """Names under which a profile's model has weights that can be trained."""
+    """Return the names under which a profile's model has weights that can be trained."""
     return {
         PROJECTORS if index in module.projector else name
         for name, module in profile.modules.items()
@@ -37,18 +36,18 @@ def owners(profile: Profile) -> set[str]:
 
 @remembered
 def backwards(profile: Profile, trained: Sequence[str] | None) -> dict[str, list[Backward]]:
-    """By module name, what the backward of each of its layers does.
+    """Return the backward of each layer, by module name.
 
     Args:
         trained: names of trained modules, and "projectors" for the layers that join modules; None =
             all.
     """
     result: dict[str, list[Backward]] = {}
-    ahead = False  # whether an encoder or the LLM trains
+    ahead = False  # True if an encoder or the LLM trains
     for name, module in profile.modules.items():
         states: list[Backward] = []
         trainable = {kind: _trainable(cost) for kind, cost in module.costs.items()}
-        before = ahead and module.kind != "encoder"  # whether something before the layer trains
+        before = ahead and module.kind != "encoder"  # True if an earlier layer trains
         for index, kind in enumerate(module.layers):
             owner = PROJECTORS if index in module.projector else name
             if index in module.frozen:

@@ -1,13 +1,12 @@
-"""Catalogue of devices as data (`templates/hardware.yaml`): peaks, memory, links and kernel
-efficiency, with sources.
+"""Catalogue of devices (`templates/hardware.yaml`): peaks, memory, links, kernel efficiency.
 
-A device that is not listed is an error that asks for its figures: a wrong peak makes every MFU a
-lie.
+Every figure has its source. A device that is not listed is an error whose message requests its
+figures: a wrong peak makes every MFU wrong.
 
-Time of kernels, after the roofline model (Williams et al. 2009) with its two terms added instead of
-the larger one taken: launch + FLOPs / (peak · fraction) + bytes / (bandwidth · fraction). It is
-linear in the work, so costs stay polynomials, and shards of a layer lose efficiency by themselves:
-their bytes and launches shrink less than their FLOPs.
+Kernel times follow the roofline model (Williams et al. 2009) with the sum of its two terms instead
+of the maximum: launch + FLOPs / (peak · fraction) + bytes / (bandwidth · fraction). It is linear in
+the work, so costs stay polynomials, and shards of a layer lose efficiency without further
+modelling: their bytes and launches shrink less than their FLOPs.
 """
 
 from __future__ import annotations
@@ -26,23 +25,25 @@ from disttrain_cli.spec.runfile.cluster import ClusterSpec
 from disttrain_cli.spec.suggestions import listed
 
 Precision = Literal["fp32", "bf16"]
-#: Compute capability of a device of which it is not known.
+#: Compute capability assumed for an unlisted device.
 CAPABILITY = (9, 0)
 
-#: What computed profiles take to run; one that says anything else was computed by another version.
+#: Assumptions of computed profiles; a profile with any other text was computed by another version.
 RULES = "every operator as it runs, none fused with another; a TP group's messages wait"
 
 #: Bytes that an AdamW step moves per parameter: fp32 weight and two moments both ways, gradient;
 #: bf16 weight.
 OPTIMIZER_BYTES = {"fp32": 28.0, "bf16": 30.0}
 
-# Forms with the same name and other peaks: refused rather than guessed.
+# Variants with the same name and other peaks: rejected rather than guessed.
 OTHER_FORMS = re.compile(r"\bMIG\b|(?:H100|H800|H200).*(?:PCIe|NVL)", re.IGNORECASE)
 
 
 class Curve(Strict):
-    """What kernels reach: fractions of the peak (products, attention, convolutions) and of the
-    memory bandwidth."""
+    """Kernel efficiency: fractions of the peak (GEMMs, attention, convolutions) and bandwidth.
+
+    The bandwidth is the memory's.
+    """
 
     product: float = Field(gt=0, le=1)
     attention: float = Field(gt=0, le=1)
@@ -75,12 +76,12 @@ class Device(Strict):
         return self.bf16_tflops
 
     def peak_of(self, precision: Precision) -> float:
-        """Dense peak of matrix products in TFLOP/s."""
+        """Return the dense peak of matrix products in TFLOP/s."""
         return self.bf16_tflops if precision == "bf16" else self.fp32_tflops
 
 
 class Links(Strict):
-    """What messages reach of published bandwidths, and their latencies."""
+    """Fractions of published bandwidths that messages reach, and their latencies."""
 
     link_fraction: float = Field(gt=0, le=1)
     network_fraction: float = Field(gt=0, le=1)
@@ -92,7 +93,7 @@ class Links(Strict):
 
 
 class Memory(Strict):
-    """What a device's memory is also needed for, as no operator shows it; stated, not measured."""
+    """Device memory that no operator accounts for; specified, not measured."""
 
     context_gib: float = Field(ge=0)
     workspace_mib: float = Field(ge=0)
@@ -102,12 +103,12 @@ class Memory(Strict):
 
     @property
     def reserves(self) -> dict[str, float]:
-        """The fields of a `DeviceProfile` that say so."""
+        """The corresponding fields of a `DeviceProfile`."""
         return self.model_dump(exclude={"source"})
 
 
 class Catalogue(Strict):
-    """The whole of `templates/hardware.yaml`."""
+    """Contents of `templates/hardware.yaml`."""
 
     devices: dict[str, Device]
     curves: dict[str, Curve]
@@ -117,8 +118,7 @@ class Catalogue(Strict):
 
 
 class KernelWork(NamedTuple):
-    """What kernels do: FLOPs by kind of operator, bytes they read and write, and how many there
-    are."""
+    """Work of kernels: FLOPs by kind of operator, bytes read and written, number of launches."""
 
     product_flops: float = 0.0
     attention_flops: float = 0.0
@@ -129,7 +129,7 @@ class KernelWork(NamedTuple):
 
 @cache
 def catalogue() -> Catalogue:
-    """The catalogue that comes with the package."""
+    """Return the catalogue that comes with the package."""
     import yaml
 
     value = yaml.safe_load(files("disttrain_cli").joinpath("templates/hardware.yaml").read_text())
@@ -138,10 +138,10 @@ def catalogue() -> Catalogue:
 
 
 def lookup(device_name: str) -> Device:
-    """The catalogue's entry for the name that torch reports, or for its own name.
+    """Return the catalogue's entry for the name that torch reports, or for its own name.
 
     Raises:
-        SpecError: the device is not in the catalogue; asks for `cluster.peak_tflops`.
+        SpecError: the device is not in the catalogue; the message requests `cluster.peak_tflops`.
     """
     devices = catalogue().devices
     if device_name in devices:
@@ -158,10 +158,9 @@ def lookup(device_name: str) -> Device:
 
 
 def analytic_device(name: str, cluster: ClusterSpec, precision: Precision) -> Device:
-    """The device that `analytic:NAME` stands for, with the figures of the run file before the
-    catalogue's.
+    """Return the device of `analytic:NAME`; figures of the run file override the catalogue's.
 
-    A device that is not in the catalogue takes its figures from the run file and the curve
+    A device that is not in the catalogue gets its figures from the run file and the curve
     `generic`.
 
     Raises:
@@ -216,7 +215,7 @@ def _generic(name: str, cluster: ClusterSpec) -> Device:
 
 
 def kernels_ms(device: Device, precision: Precision, work: KernelWork) -> float:
-    """Time of kernels, one after the other (see the head of this file)."""
+    """Return the time of kernels in sequence (formula in the module docstring)."""
     curve, peak = catalogue().curves[device.curve], device.peak_of(precision) * 1e12
     compute_s = (
         work.product_flops / curve.product
@@ -230,19 +229,23 @@ def kernels_ms(device: Device, precision: Precision, work: KernelWork) -> float:
 
 
 def memory_s(device: Device, moved_bytes: float) -> float:
-    """Time to read or write bytes of the device's memory."""
+    """Return the time to read or write bytes of the device's memory."""
     return moved_bytes / (device.memory_gbytes_s * 1e9 * catalogue().curves[device.curve].memory)
 
 
 def moved_s(device: DeviceProfile, precision: Precision, moved_bytes: float) -> float:
-    """Time to read or write bytes of a profiled device's memory, at the rate of its optimizer step,
-    which memory bounds, too; none where that is not known."""
+    """Return the time to read or write bytes of a profiled device's memory.
+
+    The rate is that of its optimizer step, which is memory-bound, too; 0 if that is not known.
+    """
     return moved_bytes * device.optimizer_ns_per_parameter * 1e-9 / OPTIMIZER_BYTES[precision]
 
 
 def link_profile(device: Device, cluster: ClusterSpec) -> LinkProfile:
-    """Links inside a node (the device's) and between nodes (the run file's
-    `cluster.links.inter_node_gbps`)."""
+    """Return the device's links inside a node and the run file's between nodes.
+
+    The latter is `cluster.links.inter_node_gbps`.
+    """
     links = catalogue().links
     inside = _times(
         8.0 * device.link_gbytes_s * links.link_fraction,
@@ -259,7 +262,7 @@ def link_profile(device: Device, cluster: ClusterSpec) -> LinkProfile:
 
 
 def network_times(cluster: ClusterSpec) -> LinkTimes:
-    """The network between nodes, as the run file states it."""
+    """Return the network between nodes, as the run file specifies it."""
     links = catalogue().links
     return _times(
         cluster.links.inter_node_gbps * links.network_fraction,

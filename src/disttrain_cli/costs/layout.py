@@ -1,7 +1,6 @@
-"""The stages of a layout with what they cost: times, FLOPs, what crosses their cuts, reduction and
-optimizer step.
+"""Stages of a layout with their costs: times, FLOPs, bytes over cuts, reduction, optimizer step.
 
-Costs stay polynomials of the work (`spec.work.Work`), added up over the layers of each module on a
+Costs stay polynomials of the work (`spec.work.Work`), summed over the layers of each module on a
 stage: simulator, rehearsal and analysis evaluate them at the work of every replica in every slot.
 """
 
@@ -32,41 +31,43 @@ GRADIENT_BYTES = 4.0  # reduced in fp32 in both precisions
 
 @dataclass(frozen=True)
 class Cost:
-    """One module's layers on one stage; coefficients [4] of base, items, tokens, Σ length²
-    (`spec.work.Work`)."""
+    """Cost of one module's layers on one stage.
+
+    Coefficients [4] are those of base, items, tokens, Σ length² (`spec.work.Work`).
+    """
 
     module: str
     forward_ms: Floats
-    backward_ms: Floats  # without the weights' part, where it has two
-    weight_ms: Floats  # the weights' part; zero where backwards are whole
+    backward_ms: Floats  # without the weight gradients of a split backward
+    weight_ms: Floats  # weight gradients of a split backward; zero if unsplit
     flops: Floats  # forward and backward of all ranks of the replica
     forward_flops: Floats  # the forward's part of them
-    weight_flops: Floats  # the weights' part
+    weight_flops: Floats  # weight-gradient part of them
 
     @property
     def parts_ms(self) -> tuple[Floats, Floats, Floats]:
-        """By operation (`spec.trace.COMPUTE`)."""
+        """Times by operation (`spec.trace.COMPUTE`)."""
         return self.forward_ms, self.backward_ms, self.weight_ms
 
     @property
     def parts_flops(self) -> tuple[Floats, Floats, Floats]:
-        """By operation (`spec.trace.COMPUTE`)."""
+        """FLOPs by operation (`spec.trace.COMPUTE`)."""
         backward = self.flops - self.forward_flops - self.weight_flops
         return self.forward_flops, backward, self.weight_flops
 
 
 @dataclass(frozen=True)
 class CostedStage(Stage):
-    """A stage of the graph with what it costs."""
+    """Stage of the graph with its costs."""
 
     costs: list[Cost]
-    # (module, kind, what its backward does) of every layer
+    # (module, kind, type of backward) of every layer
     held: list[tuple[str, str, Backward]]
-    # of every layer, parameters that one rank trains; those that two of them share once
+    # parameters that one rank trains, by layer; a weight shared by two of them counts once
     numbers: list[int]
-    copied: int  # of them, those that another stage has a copy of
-    cut_bytes: float  # that one packed sequence sends to each of these
-    # whether something up to here is trained, so that gradients come back over the cut
+    copied: int  # parameters among these that another stage has a copy of
+    cut_bytes: float  # sent to each following stage per packed sequence
+    # True if a layer up to here is trained, so that gradients come back over the cut
     gradients_back: bool
     begins: list[str]  # modules whose first layer it holds: it loads their inputs
 
@@ -77,7 +78,7 @@ class CostedStage(Stage):
 
 
 def stages_of(profile: Profile, layout: Layout) -> list[CostedStage]:
-    """All stages in pipeline order."""
+    """Return all stages in pipeline order."""
     does = backwards(profile, layout.trained)
     stages: list[CostedStage] = []
     known: dict[Hashable, list[Cost]] = {}  # many stages hold the same layers
@@ -121,7 +122,7 @@ def stages_of(profile: Profile, layout: Layout) -> list[CostedStage]:
 
 
 def _shared(profile: Profile, unit: UnitPlan, does: Mapping[str, Sequence[Backward]]) -> int:
-    """Trained parameters that two layers of a unit share, on one rank."""
+    """Return the trained parameters that two layers of a unit share, on one rank."""
     for name in unit.modules:
         module = profile.modules[name]
         if module.tied and does[name][module.tied[0]] == "trained":
@@ -130,14 +131,15 @@ def _shared(profile: Profile, unit: UnitPlan, does: Mapping[str, Sequence[Backwa
 
 
 def _cut_bytes(profile: Profile, layout: Layout, unit: UnitPlan, name: str, layer: int) -> float:
-    """Bytes of one packed sequence over the cut after a layer: with what encoders of the unit
-    before it made, and with what the LLM made for generators that come after it.
+    """Return the bytes of one packed sequence over the cut after a layer.
+
+    They include outputs of encoders of the same unit, and the LLM's output for later generators.
     """
     names, modules = list(profile.modules), profile.modules
     here, llm = names.index(name), names.index(profile.inputs.llm)
     passing = [other for other in unit.modules if names.index(other) < here < llm]
     parts = names[llm] in unit.modules and unit is not layout.units[-1]
-    # the generator itself has yet to read it
+    # True if the generator's own projector, which reads the LLM's output, is still to come
     read = layer < min(modules[name].projector, default=0)
     if (
         here > llm
@@ -153,9 +155,11 @@ def _cut_bytes(profile: Profile, layout: Layout, unit: UnitPlan, name: str, laye
 def _costs(
     profile: Profile, stage: Stage, kinds: Sequence[tuple[str, str, Backward]]
 ) -> Iterator[Cost]:
-    """Costs of each module on a stage, from (module, kind of layer, what its backward does) of
-    every layer; times are those of a rank, by the work of its whole replica, or by its own where
-    items are dealt out over the TP group."""
+    """Yield the costs of each module on a stage, from its layers.
+
+    `kinds` has (module, kind of layer, type of backward) of every layer. Times are those of a rank,
+    by the work of its entire replica, or by its own if items are distributed over the TP group.
+    """
     for name in dict.fromkeys(module for module, _, _ in kinds):
         rows = np.zeros((6, 4))
         for kind, does in {(kind, does): None for module, kind, does in kinds if module == name}:
@@ -180,7 +184,7 @@ def _layer(
     overlap: bool,
     later: bool,
 ) -> Floats:
-    """[6, 4] costs of one layer, in the order of `Cost`, its backward with its weights' part."""
+    """Return [6, 4] costs of one layer, in the order of `Cost`; the backward is unsplit."""
     shard = shard_of(profile.modules[name], kind, tp=shape.tp)
     layer = profile.modules[name].costs[kind]
     counted = flops_parts(layer, does)
@@ -205,9 +209,9 @@ def _sum(polynomials: list[Polynomial]) -> Floats:
 
 
 def amount(coefficients: Floats, work: Floats) -> Floats:
-    """A cost [n, DP] at the work [n, DP, 3] of every replica in every slot; no work costs nothing.
+    """Return a cost [n, DP] at the work [n, DP, 3] of every replica in every slot; 0 without work.
 
-    Element by element, so that every machine gets the same numbers.
+    Computed elementwise, so that every machine gets the same numbers.
     """
     base, per_item, per_token, per_length_sq = coefficients.tolist()
     items, tokens, length_sq = np.moveaxis(work, -1, 0)
@@ -218,40 +222,41 @@ def amount(coefficients: Floats, work: Floats) -> Floats:
 
 
 def replica_ms(coefficients: Floats, loads: Floats, replicas: int) -> Floats:
-    """[n, DP] `amount` of a time at the work [n, DP, 3] of every replica, or of the busiest rank of
-    each where `loads` has several ranks of a replica [n, DP · TP, 3]."""
+    """Return [n, DP] `amount` of a time at the work [n, DP, 3] of every replica.
+
+    If `loads` has several ranks per replica [n, DP · TP, 3], the busiest one counts.
+    """
     each = amount(coefficients, loads)
     return each if each.shape[1] == replicas else each.reshape(len(each), replicas, -1).max(axis=2)
 
 
 def crossings(stages: list[CostedStage]) -> list[tuple[CostedStage, CostedStage]]:
-    """Both sides of all cuts, in the order of `spec.stage_graph.cuts_of`."""
+    """Return both stages of all cuts, in the order of `spec.stage_graph.cuts_of`."""
     return [(stages[sender], stages[taker]) for sender, taker in cuts_of(stages)]
 
 
 def in_one_node(ranks: Sequence[int], gpus_per_node: int) -> bool:
-    """Whether all of these ranks are in the same node."""
+    """Return True if all of these ranks are in the same node."""
     return min(ranks) // gpus_per_node == max(ranks) // gpus_per_node
 
 
 def ends_of(*stages: Stage) -> list[int]:
-    """The first and the last rank of each of these stages."""
+    """Return the first and the last rank of each of these stages."""
     return [stage.ranks[end] for stage in stages for end in (0, -1)]
 
 
 def link_between(
     profile: Profile, before: CostedStage, after: CostedStage, gpus_per_node: int
 ) -> LinkTimes:
-    """The links between two neighbouring stages."""
+    """Return the links between two neighbouring stages."""
     return profile.links.of(in_one_node(ends_of(before, after), gpus_per_node))
 
 
 def replicas_link(profile: Profile, stage: CostedStage, gpus_per_node: int) -> LinkTimes:
-    """The links of a ring of ranks that hold the same weights (`Stage.dp_group`); all rings of a
-    stage (one for each TP rank) run at once.
+    """Return the links of a ring of ranks that hold the same weights (`Stage.dp_group`).
 
-    A stage that begins or ends inside a node has fewer ranks there, and its rings are as narrow as
-    in that node.
+    All rings of a stage (one for each TP rank) run at once. A stage that begins or ends inside a
+    node has fewer ranks there, and its rings are as narrow as in that node.
     """
     if in_one_node(ends_of(stage), gpus_per_node):
         return profile.links
@@ -265,9 +270,9 @@ def replicas_link(profile: Profile, stage: CostedStage, gpus_per_node: int) -> L
 def transfers_s(
     profile: Profile, layout: Layout, stages: list[CostedStage], gpus_per_node: int
 ) -> Floats:
-    """[S-1] one crossing of a slot's tensors over each cut (`crossings`), either way.
+    """Return [S-1] the time of one slot's tensors over each cut (`crossings`), either way.
 
-    They are split over all ranks of the narrower side, those of a TP group too.
+    They are split over all ranks of the narrower side, including those of a TP group.
     """
     sequences = layout.global_batch_size // layout.microbatches
     return np.array(
@@ -282,32 +287,38 @@ def transfers_s(
 
 
 def reduction_of(layout: Layout) -> str:
-    """The collective that sums gradients over replicas (`costs.links.COLLECTIVES`).
+    """Return the collective that sums gradients over replicas (`costs.links.COLLECTIVES`).
 
-    Under ZeRO-1 a replica needs no more than the sum of its own share: half of an all-reduce.
+    Under ZeRO-1 a replica needs only the sum of its own share: half of an all-reduce.
     """
     return "reduce_scatter" if layout.zero_stage == 1 else "all_reduce"
 
 
 def reduce_s(profile: Profile, layout: Layout, stage: CostedStage, gpus_per_node: int) -> float:
-    """Reduction of the gradients of a stage over its replicas, all at once, and of a tied weight's
-    with its other copy."""
+    """Return the time of reducing a stage's gradients over replicas, without overlap.
+
+    It includes the sum over a tied weight's copies and over a TP group (`after_s`).
+    """
     link = replicas_link(profile, stage, gpus_per_node)
     replicas_s = reduction_s(layout, link, stage.trained, dp_cp_size=stage.unit.dp_cp_size)
     return replicas_s + after_s(profile, layout, stage, gpus_per_node)
 
 
 def after_s(profile: Profile, layout: Layout, stage: CostedStage, gpus_per_node: int) -> float:
-    """Sums of gradients that follow their reduction over replicas, behind nothing: of a tied
-    weight's copies, and over a TP group of modules that it does not divide."""
+    """Return the time of gradient sums after the reduction over replicas, which nothing overlaps.
+
+    They are those of a tied weight's copies, and of modules replicated over a TP group.
+    """
     partial = partial_bytes(layout, stage)
     partial_s = all_reduce_s(profile.links, partial, stage.tp) if partial else 0.0
     return copies_s(profile, layout, stage, gpus_per_node) + partial_s
 
 
 def partial_bytes(layout: Layout, stage: CostedStage) -> float:
-    """Bytes of a rank's gradients that are summed over its TP group, as each of its ranks has those
-    of its own items; under ZeRO-1 of a replica's share of them."""
+    """Return the bytes of gradients that are summed over a TP group with replicated modules.
+
+    Each rank has the gradients of its own items; under ZeRO-1 only a replica's share of them.
+    """
     whole = sum(
         number
         for (module, *_), number in zip(stage.held, stage.numbers, strict=True)
@@ -317,18 +328,20 @@ def partial_bytes(layout: Layout, stage: CostedStage) -> float:
 
 
 def copies_s(profile: Profile, layout: Layout, stage: CostedStage, gpus_per_node: int) -> float:
-    """The sum of the gradients of a tied weight's two copies on different stages, under ZeRO-1 of a
-    replica's share of them; all pairs of ranks send at once."""
+    """Return the time of summing the gradients of a tied weight's copies on two stages.
+
+    Under ZeRO-1 only a replica's share of them; all pairs of ranks send at once.
+    """
     if stage.twin is None or not stage.copied:
         return 0.0
-    distance = (stage.twin - stage.number) * len(stage.ranks)  # two stages of one unit
+    distance = (stage.twin - stage.number) * len(stage.ranks)  # the two stages belong to one unit
     inside = all(in_one_node([rank, rank + distance], gpus_per_node) for rank in stage.ranks)
     share = stage.unit.dp_cp_size if layout.zero_stage == 1 else 1
     return all_reduce_s(profile.links.of(inside), stage.copied * GRADIENT_BYTES / share, 2)
 
 
 def reduction_s(layout: Layout, link: LinkTimes, numbers: float, *, dp_cp_size: int) -> float:
-    """Reduction of so many gradients of a rank over those that hold the same weights."""
+    """Return the time of reducing `numbers` gradients over the ranks with the same weights."""
     collective_s = COLLECTIVES[reduction_of(layout)]
     return collective_s(link, numbers * GRADIENT_BYTES, dp_cp_size) if numbers else 0.0
 
@@ -336,22 +349,26 @@ def reduction_s(layout: Layout, link: LinkTimes, numbers: float, *, dp_cp_size: 
 def gather_s(
     profile: Profile, layout: Layout, link: LinkTimes, numbers: float, *, dp_cp_size: int
 ) -> float:
-    """Gathering of so many weights of a rank from those that hold the same ones, which update a
-    share each under ZeRO-1."""
+    """Return the time of gathering `numbers` weights from the ranks that hold the same ones.
+
+    Under ZeRO-1 each of these updates a share; without ZeRO the time is 0.
+    """
     if layout.zero_stage == 0 or not numbers:
         return 0.0
     return all_gather_s(link, numbers * WEIGHT_BYTES[profile.precision], dp_cp_size)
 
 
 def update_s(profile: Profile, layout: Layout, stage: CostedStage) -> float:
-    """The optimizer's own time; under ZeRO-1 for a rank's share."""
+    """Return the optimizer's own time; under ZeRO-1 for a rank's share."""
     mine = stage.trained / (stage.unit.dp_cp_size if layout.zero_stage else 1)
     return mine * profile.device.optimizer_ns_per_parameter * 1e-9
 
 
 def optimizer_s(profile: Profile, layout: Layout, stage: CostedStage, gpus_per_node: int) -> float:
-    """Optimizer step of a stage; under ZeRO-1 of a replica's share, whose weights are then
-    gathered."""
+    """Return the time of a stage's optimizer step.
+
+    Under ZeRO-1 it covers a replica's share, whose weights are then gathered.
+    """
     link = replicas_link(profile, stage, gpus_per_node)
     return update_s(profile, layout, stage) + gather_s(
         profile, layout, link, stage.trained, dp_cp_size=stage.unit.dp_cp_size

@@ -1,5 +1,7 @@
-"""Time of messages: latency + bytes over bandwidth, rings for collectives
-(`spec.profile.LinkTimes`)."""
+"""Times of messages: latency + bytes over bandwidth, with rings for collectives.
+
+The figures are those of `spec.profile.LinkTimes`.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +11,9 @@ GIGABIT_BYTES = 1e9 / 8.0
 
 
 def ring_link(links: LinkProfile, per_node: int) -> LinkTimes:
-    """What a ring between nodes has, with at least `per_node` of its ranks in each node.
+    """Return the links of a ring between nodes, with at least `per_node` of its ranks in each node.
 
-    NCCL lays as many rings through a node as its members there have network devices, so that all of
+    NCCL lays as many rings through a node as its ranks there have network devices, so that all of
     these carry the same collective at once; no faster than the links inside the node do.
     """
     if links.inter_node is None:
@@ -28,37 +30,42 @@ def ring_link(links: LinkProfile, per_node: int) -> LinkTimes:
 
 
 def p2p_s(link: LinkTimes, size_bytes: float) -> float:
-    """One message from one rank to another."""
+    """Return the time of one message from one rank to another."""
     return link.p2p_us * 1e-6 + size_bytes / (link.p2p_gbps * GIGABIT_BYTES)
 
 
 def all_reduce_s(link: LinkTimes, size_bytes: float, ranks: int) -> float:
-    """All-reduce of `size_bytes` on every rank."""
+    """Return the time of an all-reduce of `size_bytes` on every rank."""
     steps_us = 2.0 * link.hop_us * (ranks - 1)
     return _ring_s(link, "all_reduce", size_bytes, ranks, link.all_reduce_us + steps_us)
 
 
 def all_gather_s(link: LinkTimes, size_bytes: float, ranks: int) -> float:
-    """All-gather after which every rank has `size_bytes`."""
+    """Return the time of an all-gather after which every rank has `size_bytes`."""
     steps_us = link.hop_us * (ranks - 1)
     return _ring_s(link, "all_gather", size_bytes, ranks, link.all_gather_us + steps_us)
 
 
 def reduce_scatter_s(link: LinkTimes, size_bytes: float, ranks: int) -> float:
-    """Reduce-scatter of `size_bytes` that every rank has."""
+    """Return the time of a reduce-scatter of `size_bytes` that every rank has."""
     steps_us = link.hop_us * (ranks - 1)
     return _ring_s(link, "reduce_scatter", size_bytes, ranks, link.reduce_scatter_us + steps_us)
 
 
 def all_to_all_s(link: LinkTimes, size_bytes: float, ranks: int) -> float:
-    """Exchange in which every rank has `size_bytes`, an equal part for each; at the rate of an
-    all-gather, which sends as much over the link of one rank, and to all others at once."""
+    """Return the time of an all-to-all of `size_bytes` per rank, in equal parts.
+
+    At the rate of an all-gather, which sends as much over the link of one rank, and to all others
+    at once.
+    """
     return _ring_s(link, "all_gather", size_bytes, ranks, link.all_gather_us)
 
 
 def exchange_s(links: LinkProfile, size_bytes: float, ranks: int, per_node: int) -> float:
-    """The same where `per_node` of the ranks lie in each node. What leaves a node takes the network
-    of its ranks' own devices, as all of them send at once, and the rest the links inside meanwhile.
+    """Return the time of an all-to-all with `per_node` of the ranks in each node.
+
+    Bytes that leave a node use the network of its ranks' own devices, as all of them send at once;
+    the rest uses the links inside meanwhile.
     """
     between = links.inter_node
     if ranks <= per_node or between is None:
@@ -70,7 +77,7 @@ def exchange_s(links: LinkProfile, size_bytes: float, ranks: int, per_node: int)
     )
 
 
-#: By operation, its time as a function of links, bytes of the whole, and ranks.
+#: Time of each collective as a function of links, bytes of the full tensor, and ranks.
 COLLECTIVES = {
     "all_reduce": all_reduce_s,
     "all_gather": all_gather_s,
@@ -79,7 +86,7 @@ COLLECTIVES = {
 
 
 def ring_bytes(operation: str, size_bytes: float, ranks: int) -> float:
-    """Bytes that a collective moves over the link of one rank, in a ring."""
+    """Return the bytes that a collective moves over the link of one rank, in a ring."""
     return (2.0 if operation == "all_reduce" else 1.0) * size_bytes * (ranks - 1) / ranks
 
 

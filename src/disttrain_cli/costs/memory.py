@@ -1,15 +1,15 @@
-"""Peak memory of a stage: what it holds in the moment of a step in which it holds most.
+"""Peak memory of a stage during a step.
 
-The moment is in the backward of the first slot that leaves, or the forward before it: then all
-slots in flight are kept, and one layer holds what it works with beside that. Gradients are reduced
-and weights updated and gathered in place, when all activations are gone or, behind passes, those of
-one slot are left, so that neither ever holds more. Bytes
-per parameter follow DeepSpeed's engines as they are driven here.
+The peak is in the backward of the first slot that leaves, or the forward before it: then the
+activations of all slots in flight are saved, and one layer holds its working memory in addition.
+Gradients are reduced and weights updated and gathered in place, when all activations are released
+or, overlapped with passes, those of one slot are left, so that neither ever needs more. Bytes per
+parameter follow DeepSpeed's engines as they are driven here.
 
-What no operator shows is stated, not measured: the device's context, cuBLAS's workspaces, each
-communicator's buffers, what the allocator cannot use of the memory that comes and goes
-(`templates/hardware.yaml`), and what other kernels hold while they run (`models/workspaces.py`),
-which layers' transients contain.
+Memory that no operator accounts for is specified, not measured: the device's context, cuBLAS's
+workspaces, each communicator's buffers, the allocator's fragmentation of transient memory
+(`templates/hardware.yaml`), and workspaces of other kernels (`models/workspaces.py`), which layers'
+transients include.
 """
 
 from __future__ import annotations
@@ -31,16 +31,15 @@ Floats = NDArray[np.float64]
 Count = int | NDArray[np.int64]
 GIB = float(2**30)
 WEIGHT_BYTES = {"bf16": 2.0, "fp32": 4.0}
-SENT_SLOTS = 2  # whose rows may not have left yet, each way over a cut
+SENT_SLOTS = 2  # slots whose rows may not have been sent yet, each way over a cut
 
 
 def bytes_per_parameter(precision: str, zero_stage: int) -> tuple[float, float]:
-    """Bytes of one parameter that every replica keeps, and those its replicas share (divided by
-    DP).
+    """Return the bytes of a parameter on every replica, and those sharded over replicas (1/DP).
 
-    bf16, ZeRO-1: 2 weight + 4 fp32 gradient (those in bf16 are gone as soon as they are added), and
-    12 shared (fp32 weight, two moments). fp32: 4 weight + 4 gradient, and 8 of Adam's moments; with
-    ZeRO-1 these are shared, and a copy of the weights.
+    bf16, ZeRO-1: 2 weight + 4 fp32 gradient (those in bf16 are released as soon as they are added),
+    and 12 sharded (fp32 weight, two moments). fp32: 4 weight + 4 gradient, and 8 of Adam's moments;
+    with ZeRO-1 these are sharded, and a copy of the weights.
     """
     if precision == "bf16":
         return 6.0, 12.0
@@ -48,20 +47,24 @@ def bytes_per_parameter(precision: str, zero_stage: int) -> tuple[float, float]:
 
 
 def share_of_states(precision: str, dp_cp_size: Floats) -> Floats:
-    """Part of the shared bytes that a rank has, by DP × CP: fp32 runs without ZeRO, so without its
-    copy, on one replica."""
+    """Return the fraction of the sharded bytes that a rank holds, by DP × CP.
+
+    On one replica fp32 runs without ZeRO, hence without its copy of the weights.
+    """
     return np.where((dp_cp_size == 1.0) & (precision == "fp32"), 8.0 / 12.0, 1.0 / dp_cp_size)
 
 
 def communicators(cuts: int, *, tp: Count, dp: int, cp: Count = 1) -> Count:
-    """NCCL communicators of a rank: the world's, its TP and CP groups', that of the ranks with the
-    same weights, and one for each way over each of its cuts; without that of a tied weight's
-    copies."""
+    """Return the number of NCCL communicators of a rank.
+
+    They are the world's, its TP and CP groups', that of the ranks with the same weights, and one
+    for each way over each of its cuts; that of a tied weight's copies is not included.
+    """
     return 1 + (tp > 1) + (cp > 1) + (dp * cp > 1) + 2 * cuts
 
 
 def cuts_of(profile: Profile, modules: Sequence[str]) -> int:
-    """The most cuts to neighbours that a stage of a unit with these modules may have."""
+    """Return the most cuts to neighbours that a stage of a unit with these modules may have."""
     inside = [(before in modules, after in modules) for before, after in _pairs(profile)]
     entering, leaving = inside.count((False, True)), inside.count((True, False))
     return max(entering + leaving, entering + 1, leaving + 1)
@@ -70,8 +73,7 @@ def cuts_of(profile: Profile, modules: Sequence[str]) -> int:
 def reserved_bytes(
     profile: Profile, modules: Sequence[str], *, tp: Count, dp: Floats, cp: Count = 1
 ) -> Floats:
-    """What a rank of a unit has to leave free for the device's context, workspaces and
-    communicators, by DP."""
+    """Return the bytes of a rank for the device's context, workspaces and communicators, by DP."""
     device = profile.device
     copies = any(profile.modules[name].tied for name in modules)
     cuts = cuts_of(profile, modules)
@@ -81,15 +83,14 @@ def reserved_bytes(
 
 
 class MessageBytes(NamedTuple):
-    """Buffers of a rank with rows that have not left yet, of `SENT_SLOTS` slots, by DP [B]."""
+    """Send buffers of a rank with rows not yet sent, of `SENT_SLOTS` slots, by DP [B]."""
 
     entering: Floats  # gradients, over the cut before the unit
     inside: Floats  # over the widest cut inside it, either way
     leaving: Floats  # over the cut after it
 
     def of_stage(self, first: bool, last: bool) -> Floats:
-        """Both ways of a stage: over the unit's ends where it has these, else over the widest cut
-        inside."""
+        """Return both ways of a stage: over the unit's ends, or over the widest cut inside."""
         return (self.entering if first else self.inside) + (self.leaving if last else self.inside)
 
 
@@ -101,8 +102,10 @@ def message_bytes(
     tp_cp_size: Count,
     dp: Floats,
 ) -> MessageBytes:
-    """Rows on their way from the stages of a unit; each of the ranks that share the work of a
-    replica sends its part."""
+    """Return the send buffers of a unit's stages.
+
+    Each of the ranks that share the work of a replica sends its part.
+    """
     known = profile.modules
     senders = {
         before for before, after in _pairs(profile) if after in modules and before not in modules
@@ -117,7 +120,7 @@ def message_bytes(
 
 
 def _pairs(profile: Profile) -> list[tuple[str, str]]:
-    """Neighbouring modules: (sender, taker)."""
+    """Return neighbouring modules: (sender, receiver)."""
     names = list(profile.modules)
     return [
         (names[before], names[after])
@@ -134,11 +137,10 @@ def state_bytes(
     *,
     tp: int,
 ) -> tuple[Floats, Floats]:
-    """Bytes of weights, gradients and optimizer states of every layer [L] on one rank of a TP
-    group.
+    """Return bytes of weights, gradients and optimizer states of every layer [L] on one TP rank.
 
-    The first array is what every replica keeps, the second what the replicas of a unit share
-    (divided by DP). A frozen weight has no more than itself.
+    The first array is held by every replica, the second is sharded over the replicas of a unit
+    (divided by DP). A frozen weight has neither gradient nor optimizer state.
     """
     kept, shared = bytes_per_parameter(profile.precision, zero_stage)
     weight = WEIGHT_BYTES[profile.precision]
@@ -152,7 +154,7 @@ def state_bytes(
 
 
 def parameters(profile: Profile, modules: Sequence[str], *, tp: int) -> Floats:
-    """Parameters of every layer of a unit [L] on one rank of a TP group."""
+    """Return the parameters of every layer of a unit [L] on one rank of a TP group."""
     return np.array([float(shard.parameters) for shard in _shards(profile, modules, tp=tp)])
 
 
@@ -165,14 +167,15 @@ def _shards(profile: Profile, modules: Sequence[str], *, tp: int) -> list[LayerS
 
 
 def layout_memory(profile: Profile, layout: Layout, limit_gib: float) -> list[StageMemory]:
-    """Peak memory of every stage of a layout.
+    """Return the peak memory of every stage of a layout.
 
-    Slots in flight on a stage of a 1F1B pipeline: the stages from it to the end of its line of
-    units, at most n. Gradients in fp32 appear in a step's first backward, which has all slots in
-    flight where there are no more; the search counts them in that moment too, and errs high there.
+    Slots in flight on a stage of a 1F1B pipeline: the stages from it to the end of its branch, at
+    most n. Gradients in fp32 appear in a step's first backward, which has all slots in flight if
+    there are no more; the search counts them in that moment too, and overestimates there.
 
-    Of two layers that share a weight, one has its states where both are on the stage; the gradient
-    that the last of them makes waits for that of the first, unless it is computed later.
+    If two layers with a shared weight are on the stage, one of them has its states; the gradient
+    that the last of them computes is held until that of the first, unless weight gradients are
+    deferred.
     """
     slot = layout.unit_of(profile.inputs.llm).dp * layout.microbatch_size
     waste = profile.device.fragmentation
@@ -254,7 +257,7 @@ def layout_memory(profile: Profile, layout: Layout, limit_gib: float) -> list[St
 def _states(
     profile: Profile, layout: Layout, unit: UnitPlan, zero_stage: int
 ) -> tuple[Floats, Floats]:
-    """`state_bytes` of every layer of a unit [L]."""
+    """Return `state_bytes` of every layer of a unit [L]."""
     kept, shared = zip(
         *(
             state_bytes(profile, modules, zero_stage, layout.trained, tp=shape.tp)
@@ -266,7 +269,7 @@ def _states(
 
 
 def tied_in(profile: Profile, stage: Stage) -> tuple[int, int] | None:
-    """Places on a stage of the two layers that share a weight, if it has both."""
+    """Return the local indices of the two layers with a shared weight, if a stage has both."""
     tied = profile.tied_layers
     if tied is None or any(layer not in stage.layers for layer in tied):
         return None
@@ -274,7 +277,7 @@ def tied_in(profile: Profile, stage: Stage) -> tuple[int, int] | None:
 
 
 def fits(profile: Profile, layout: Layout, limit_gib: float) -> bool:
-    """True if every stage of a layout has room in so much memory."""
+    """Return True if every stage of a layout fits into this much memory."""
     return all(
         stage.peak_gib <= stage.limit_gib for stage in layout_memory(profile, layout, limit_gib)
     )
@@ -289,16 +292,15 @@ def _fullest_moment(
     deferred: Floats,
     delay: int,
 ) -> tuple[float, float, float]:
-    """Bytes of kept activations, of what the running layer holds beside, and of gradients that do
-    not exist yet, when a stage holds most.
+    """Return a stage's peak as saved activations, working memory, and gradients not yet allocated.
 
-    `activations`, `working` and `appearing` (gradients that the first backward brings) are by layer
-    [L]. While layer i of the first backward runs, the layers after it have given back their
-    activations and have gradients. The second backward has all gradients, and a slot less.
+    `activations`, `working` and `appearing` (gradients that the first backward allocates) are by
+    layer [L]. While layer i of the first backward runs, the layers after it have released their
+    activations and have gradients. The second backward has all gradients, and one slot less.
 
-    Where gradients of weights wait for `delay` backwards more, a stage keeps the `deferred` bytes
-    [L] of so many slots before, and in a backward of the layers after i of this slot; then no
-    gradient is taken to be absent. The last `flight` backwards have a slot less each.
+    If weight gradients are deferred by `delay` backwards, a stage holds the `deferred` bytes [L] of
+    that many earlier slots, and in a backward of the layers after i of this slot; then no gradient
+    is assumed to be absent. The last `flight` backwards have one slot less each.
     """
     kept, done = np.cumsum(activations), np.cumsum(appearing)
     held = kept - activations + working

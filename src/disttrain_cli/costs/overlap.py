@@ -1,16 +1,16 @@
-"""Messages of buckets behind the passes of their stage, and what is left of them when these end.
+"""Overlap of bucket messages with the passes of their stage, and their exposed rest.
 
-The gradients of a bucket (`costs.buckets`) are final once the step's last pass has done its layers,
-from the last one on; weights are gathered from the first bucket on, each before a step's first
-forward comes to its layers. The last pass is the last slot's backward or, where backwards have two
-parts, the weights' parts of all slots that are left after it, layer by layer (`last_slots`). Either
-way the buckets up to k take Σ_{j≤k} message_j, and the layers before bucket k hide what they
-compute meanwhile, so that
+The gradients of a bucket (`costs.buckets`) are final once the step's last pass has processed its
+layers, from the last one on; weights are gathered from the first bucket on, each before a step's
+first forward reaches its layers. The last pass is the last slot's backward or, with split
+backwards, the deferred weight gradients of all remaining slots after it, layer by layer
+(`last_slots`). Either way the buckets up to k take Σ_{j≤k} message_j, and the layers before bucket
+k overlap with them, so that
 
     left = max_k (Σ_{j≤k} message_j − share of the pass before bucket k · its time)
 
-is exact: reductions end so much after the pass, and a forward begins so much after the norm is
-known. The gradients of a tied weight's two copies are summed after that, behind nothing. Shares are
+is exact: reductions end that long after the pass, and a forward begins that long after the norm is
+known. The gradients of a tied weight's two copies are summed after that, fully exposed. Shares are
 those of the data's mean work.
 """
 
@@ -44,18 +44,18 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Hidden:
-    """Messages of all stages, each behind one pass of its stage.
+    """Messages of all stages, each overlapped with one pass of its stage.
 
     Shape letters: K buckets of the stage that has most · S stages · R replicas.
     """
 
-    operation: NDArray[np.int64]  # [S] what the pass does, by its place in `COMPUTE`
-    until_s: Floats  # [K, S] messages up to each bucket's; −∞ where a stage has fewer
+    operation: NDArray[np.int64]  # [S] operation of the pass, by its index in `COMPUTE`
+    until_s: Floats  # [K, S] messages up to each bucket's; −∞ if a stage has fewer
     before: Floats  # [K, S] share of the pass that is computed before each bucket's layers
-    mean_s: Floats  # [S] the pass, of the data's mean work
+    mean_s: Floats  # [S] time of the pass for the data's mean work
 
     def of(self, stages: Sequence[int] | NDArray[np.int64]) -> Hidden:
-        """Those of some stages, in this order; a stage may be there several times."""
+        """Return the messages of some stages, in this order; a stage may occur several times."""
         until_s = self.until_s[:, stages]
         count = int(np.isfinite(until_s).sum(axis=0).max())
         return Hidden(
@@ -67,12 +67,12 @@ class Hidden:
 
     @property
     def mean_left_s(self) -> Floats:
-        """[S] what is left of every stage's messages behind passes of mean work."""
+        """[S] exposed time of every stage's messages with passes of mean work."""
         left_s: Floats = (self.until_s - self.before * self.mean_s).max(axis=0)
         return left_s
 
     def left_s(self, pass_s: Floats) -> Floats:
-        """[S, R, ...] what is left of every stage's messages behind passes that take so long."""
+        """Return [S, R, ...] exposed times of every stage's messages for passes of that length."""
         left_s = np.full(pass_s.shape, -np.inf)
         each = (slice(None), *(None,) * (pass_s.ndim - 1))
         for until_s, before in zip(self.until_s, self.before, strict=True):
@@ -81,16 +81,21 @@ class Hidden:
 
 
 def last_slots(slots: int, delay: int | None) -> range:
-    """Slots whose gradients of weights a stage makes in the step's last pass: those that are left
-    after the last backward, or the last one alone where backwards have one part (None)."""
+    """Return the slots whose weight gradients a stage computes in the step's last pass.
+
+    They are those remaining after the last backward, or the last one alone for unsplit backwards
+    (None).
+    """
     return range(max(0, slots - 1 - (delay or 0)), slots)
 
 
 def hidden(
     profile: Profile, layout: Layout, stages: Sequence[CostedStage], gpus_per_node: int
 ) -> tuple[Hidden, Hidden]:
-    """Reductions behind the step's last passes; optimizer steps and gathers behind its first
-    forwards."""
+    """Return the overlap of reductions with last passes, and of optimizer steps with first ones.
+
+    The first passes are forwards; optimizer steps include the gathers.
+    """
     known: Layers = {}
     rows = [_of_stage(profile, layout, stage, gpus_per_node, known) for stage in stages]
     last = [BACKWARD if stage.weight_delay is None else WEIGHTS for stage in stages]
@@ -101,8 +106,8 @@ def hidden(
     )
 
 
-#: ms of a layer's forward and of its part of the last pass, by unit, whether backwards have two
-#: parts, and what the layer is.
+#: ms of a layer's forward and of its part of the last pass, by unit, True if backwards are split,
+#: and (module, kind, type of backward).
 Layers = dict[tuple[str, bool, tuple[str, str, str]], tuple[float, float]]
 # of one stage: [K] until_s and before, and mean_s
 Messages = tuple[list[float], list[float], float]
@@ -113,7 +118,7 @@ def _stacked(rows: Sequence[Messages]) -> tuple[Floats, Floats, Floats]:
     most = max(map(len, until_s))
 
     def filled(columns: Sequence[list[float]], fill: float) -> Floats:
-        """[K, S]"""
+        """Return [K, S], padded with `fill`."""
         return np.array([[*one, *[fill] * (most - len(one))] for one in columns]).T
 
     return filled(until_s, -np.inf), filled(before, 0.0), np.array(mean_s)
@@ -122,7 +127,7 @@ def _stacked(rows: Sequence[Messages]) -> tuple[Floats, Floats, Floats]:
 def _of_stage(
     profile: Profile, layout: Layout, stage: CostedStage, gpus_per_node: int, known: Layers
 ) -> tuple[Messages, Messages]:
-    """Reduction and gather of a stage; layers become known."""
+    """Return reduction and gather of a stage; extends `known` by its layers."""
     numbers = stage.numbers
     forward_ms, last_ms = _layers(profile, layout, stage, known)
     link, holders = replicas_link(profile, stage, gpus_per_node), stage.unit.dp_cp_size
@@ -143,7 +148,7 @@ def _of_stage(
 
 
 def _before(found: Sequence[range], layers_ms: Sequence[float]) -> list[float]:
-    """[K] share of a pass that the layers before each bucket take."""
+    """Return [K] the share of a pass that the layers before each bucket take."""
     *begins, whole = accumulate(layers_ms, initial=0.0)
     return [begins[bucket.start] / (whole or 1.0) for bucket in found]
 
@@ -151,8 +156,7 @@ def _before(found: Sequence[range], layers_ms: Sequence[float]) -> list[float]:
 def _layers(
     profile: Profile, layout: Layout, stage: CostedStage, known: Layers
 ) -> tuple[list[float], list[float]]:
-    """By layer of a stage: ms of its forward and of its part of the step's last pass, each of one
-    slot."""
+    """Return by layer the ms of its forward and of its part of the step's last pass, per slot."""
     sequences = layout.global_batch_size / layout.microbatches / stage.unit.dp
     alike = stage.unit.name, stage.weight_delay is None
     for name, kind, does in dict.fromkeys(stage.held):

@@ -1,9 +1,7 @@
-"""Time to prepare the data that a stage loads: images decoded, sequences put together, at the
-profile's rates.
+"""Preprocessing time of a stage's data at the profile's rates: images decoded, sequences packed.
 
 A stage loads for the modules whose first layer it holds. The profile's time of a sequence includes
-its images and its audio clips, so that the text's own share is what a mean sequence leaves beside
-them.
+its images and its audio clips, so that the text's own share is a mean sequence's remainder.
 """
 
 from __future__ import annotations
@@ -18,13 +16,13 @@ from disttrain_cli.spec.index import KINDS
 from disttrain_cli.spec.profile import Profile
 
 Floats = NDArray[np.float64]
-# share of a sequence's time that is no text: rates of synthetic files differ by their images only
+# share of a sequence's time below which there is no text: rates of synthetic files differ by their
+# images only
 ROUNDING = 1e-9
 
 
 def item_s(profile: Profile, module: str) -> float:
-    """Seconds in which a core prepares one item of a module (`Work.items`); 0 where no rate is
-    known."""
+    """Return the seconds per core to prepare one item of a module (`Work.items`); 0 if unknown."""
     inputs, rates, data = profile.inputs, profile.preprocess, profile.data
     decoding = {head.module: head.item for item in KINDS for head in inputs.decoding(item)}
     if module != inputs.llm:
@@ -39,11 +37,12 @@ def item_s(profile: Profile, module: str) -> float:
 def prepare_s(
     profile: Profile, stage: CostedStage, loads: Mapping[str, Floats], workers: int
 ) -> Floats:
-    """[n slots, DP] seconds in which `workers` cores prepare what a stage loads for every replica
-    in every slot.
+    """Return [n slots, DP] seconds in which `workers` cores prepare a stage's data.
+
+    For every replica in every slot.
 
     Args:
-        loads: by module of the stage [n, DP, 3] work (`spec.work.Work`); or of some of the
+        loads: by module of the stage [n, DP, 3] work (`spec.work.Work`), possibly of a part of the
             replicas.
     """
     some = stage.costs[0].module
@@ -56,5 +55,5 @@ def prepare_s(
 
 
 def _each_s(rate: float) -> float:
-    """Seconds of each at so many per second; 0 means not known."""
+    """Return the seconds per item for a rate per second; 0 means unknown."""
     return 1.0 / rate if rate > 0 else 0.0

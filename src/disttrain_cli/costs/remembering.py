@@ -1,4 +1,4 @@
-"""Answers that many searches over one profile ask for again and again."""
+"""Cache of functions of a profile that searches evaluate repeatedly."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from typing import Any, TypeVar, cast
 from disttrain_cli.spec.profile import Profile
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-#: Answers of a function that are kept.
+#: Size of a function's cache.
 MOST = 512
 
 
 class _Same:
-    """A profile that equals itself only: comparing two by their numbers would take longer than what
-    is remembered."""
+    """Profile compared by identity, as comparing by value would be slower than the function."""
 
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
@@ -28,7 +27,10 @@ class _Same:
 
 
 def remembered(function: Function) -> Function:
-    """A pure function of a profile and more, sequences among it; nobody changes what it returns."""
+    """Cache a pure function of a profile and further arguments, including sequences.
+
+    Results must not be mutated.
+    """
 
     @lru_cache(maxsize=MOST)
     def known(same: _Same, arguments: tuple[Any, ...], named: tuple[tuple[str, Any], ...]) -> Any:

@@ -1,8 +1,7 @@
-"""Modules whose items are dealt out over a TP group, in numbers (`models.replicated`): what their
-ranks exchange.
+"""Costs of modules whose items are distributed over a TP group (`models.replicated`).
 
-Each rank's rows leave for the equal runs in which the layers behind the module have them, and their
-gradients come back; a generator's ranks sum the gradients of what all of them were given.
+Each rank's rows are sent to the equal runs in which the layers after the module have them, and
+their gradients return; a generator's ranks sum the gradients of their common inputs.
 """
 
 from __future__ import annotations
@@ -15,8 +14,10 @@ from disttrain_cli.spec.profile import Polynomial, Profile
 
 
 def dealt_ms(profile: Profile, name: str, back: bool, *, tp: int) -> tuple[Polynomial, Polynomial]:
-    """Times of these messages in a module's forward and in its backward (none unless gradients come
-    `back`), by the work of the busiest of `tp` ranks."""
+    """Return the times of these messages in a module's forward and in its backward.
+
+    By the work of the busiest of `tp` ranks; the backward is zero unless gradients flow `back`.
+    """
     nothing, links = Polynomial(), profile.links
     work = profile.modules[name].work_per_sequence
     if not work.items:
@@ -33,7 +34,7 @@ def dealt_ms(profile: Profile, name: str, back: bool, *, tp: int) -> tuple[Polyn
 
 
 def dealt_bytes(profile: Profile, name: str, unit: UnitPlan, back: bool) -> float:
-    """Bytes over the link of one rank for a mean sequence of its replica, forward and backward."""
+    """Return the bytes over one rank's link for a mean sequence of its replica, both passes."""
     each, is_generator = _item_bytes(profile, name)
     whole = each * profile.modules[name].work_per_sequence.items
     if is_generator:
@@ -42,7 +43,7 @@ def dealt_bytes(profile: Profile, name: str, unit: UnitPlan, back: bool) -> floa
 
 
 def undealt(profile: Profile, unit: UnitPlan) -> str | None:
-    """Why the items of a unit's modules in `module_tp` cannot be dealt out; None where they can."""
+    """Return why the items of a unit's `module_tp` cannot be distributed; None if they can."""
     if unit.module_tp and (llm := profile.inputs.llm) not in unit.modules:
         return (
             f"the unit does not hold {llm}, whose TP other modules need not have; give it tp 1 and"
@@ -63,8 +64,7 @@ def undealt(profile: Profile, unit: UnitPlan) -> str | None:
 
 
 def _item_bytes(profile: Profile, name: str) -> tuple[float, bool]:
-    """Bytes of a mean item in what crosses the module's end towards the LLM, and whether the module
-    is a generator."""
+    """Return the bytes of a mean item at the module's LLM end, and True for a generator."""
     is_generator = profile.modules[name].kind == "generator"
     sender = profile.modules[profile.inputs.llm if is_generator else name]
     items = profile.modules[name].work_per_sequence.items

@@ -1,7 +1,7 @@
 """Time of layers and stages: the fitted polynomials of a profile, evaluated.
 
 Everything is linear in work, so with the data's own mix of sizes the time of a layer is base +
-slope · sequences. `UnitTimes` keeps both numbers per layer; the planner evaluates millions of
+slope · sequences. `UnitTimes` holds both numbers per layer; the planner evaluates millions of
 options with it.
 """
 
@@ -33,18 +33,22 @@ NO_WORK = Work()
 
 
 def slope(polynomial: Polynomial, work: Work) -> float:
-    """The part of a polynomial that grows with work, without its base."""
+    """Return the part of a polynomial that grows with work, without its base."""
     return polynomial(work) - polynomial.base
 
 
 def tp_degrees(profile: Profile, modules: Sequence[str]) -> list[int]:
-    """TP degrees at which every layer of the modules was profiled, ascending."""
+    """Return the TP degrees at which every layer of the modules was profiled, ascending."""
     known = [set(cost.tp) for name in modules for cost in profile.modules[name].costs.values()]
     return sorted(int(tp) for tp in set.intersection(*known)) if known else []
 
 
 def shard_of(module: ModuleProfile, kind: str, *, tp: int) -> LayerShard:
-    """One rank's part of a kind of layer; raises SpecError where the TP degree was not profiled."""
+    """Return one rank's shard of a kind of layer.
+
+    Raises:
+        SpecError: the TP degree was not profiled.
+    """
     times = module.costs[kind].tp
     if str(tp) not in times:
         raise SpecError(
@@ -57,8 +61,10 @@ def shard_of(module: ModuleProfile, kind: str, *, tp: int) -> LayerShard:
 
 @dataclass(frozen=True)
 class UnitTimes:
-    """Times of a unit's layers [L] in one shape: base + slope · sequences, in ms, for the data's
-    mean mix."""
+    """Times of a unit's layers [L] in one shape: base + slope · sequences, in ms.
+
+    For the data's mean mix.
+    """
 
     forward_base: Floats
     forward_slope: Floats
@@ -74,12 +80,11 @@ def unit_times(
     trained: Sequence[str] | None = None,
     overlap: bool = False,
 ) -> UnitTimes:
-    """Linear times of every layer of a unit; a module that the data brings no work for takes no
-    time.
+    """Return linear times of every layer of a unit; zero for a module without work in the data.
 
     Args:
-        trained: what is trained (`freezing.backwards`); None = everything.
-        overlap: the TP group's messages travel behind products.
+        trained: trained modules (`freezing.backwards`); None = all.
+        overlap: TP messages overlap with GEMMs.
     """
     rows: list[tuple[float, ...]] = []
     for name in modules:
@@ -114,8 +119,7 @@ def overlap_helps(
     shape: ParallelShape,
     trained: Sequence[str] | None = None,
 ) -> bool:
-    """True if a slot of one mean sequence takes a unit less time where its TP group's messages
-    travel behind products."""
+    """Return True if overlapping TP messages with GEMMs shortens a slot of one mean sequence."""
     plain, overlapped = (
         unit_times(profile, modules, shape, trained, overlap) for overlap in (False, True)
     )
@@ -124,7 +128,7 @@ def overlap_helps(
 
 
 def forward_parts(shard: LayerShard, overlap: bool = False) -> list[Polynomial]:
-    """The times in ms that add up to a layer's forward."""
+    """Return the times in ms that add up to a layer's forward."""
     return [shard.forward_ms, *_hidden(shard, "forward", overlap)]
 
 
@@ -135,11 +139,11 @@ def backward_parts(
     overlap: bool = False,
     later: bool = False,
 ) -> list[Polynomial]:
-    """The times in ms that add up to a layer's backward, its weights' part among them.
+    """Return the times in ms that add up to a layer's backward, including weight gradients.
 
     Args:
-        overlap: the TP group's messages travel behind products.
-        later: the weights' part is computed after the rest.
+        overlap: TP messages overlap with GEMMs.
+        later: weight gradients are deferred.
     """
     if does == "still":
         return []
@@ -153,6 +157,6 @@ def backward_parts(
 
 
 def _hidden(shard: LayerShard, hiding: HidingPass, overlap: bool) -> list[Polynomial]:
-    """What overlapping takes off a pass, as a time below zero."""
+    """Return the time that overlapping saves in a pass, as a negative time."""
     known = shard.hidden_ms.get(hiding) if overlap else None
     return [] if known is None else [combine((-1.0, known))]

@@ -1,4 +1,4 @@
-"""Bytes that a layer keeps from its forward to its backward."""
+"""Bytes that a layer saves from its forward for its backward."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from disttrain_cli.models.layer import Batch, PipelineLayer
 
 
 def saved_bytes(layer: PipelineLayer, state: Mapping[str, Tensor], batch: Batch) -> int:
-    """Bytes saved for backward by one forward of a layer, each storage counted once.
+    """Return the bytes that one forward of a layer saves for backward, each storage counted once.
 
-    Its input counts if it is saved, its output only if the layer itself saves it, so a sum over
-    layers counts every tensor about once. Weights, the batch and what a stage prepares once per
-    batch (masks) do not count. Needs a real device: attention takes another path on the meta
-    device.
+    The layer's input counts if it is saved, its output only if the layer itself saves it, so a sum
+    over layers counts every tensor about once. Weights, the batch and tensors that a stage prepares
+    once per batch (masks) do not count. Needs a real device: attention uses another kernel on the
+    meta device.
     """
     with torch.no_grad():
         layer(dict(state), batch)  # fills the batch's cache
@@ -29,7 +29,7 @@ def saved_bytes(layer: PipelineLayer, state: Mapping[str, Tensor], batch: Batch)
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        # kept until counted, so that no storage is given out twice
+        # held until the bytes are counted, so that no storage's address is reused
         results = layer(dict(state), batch)
     total = sum(saved.values())
     del results

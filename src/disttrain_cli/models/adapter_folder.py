@@ -1,4 +1,4 @@
-"""Adapters out: a folder that peft loads, of one module or of a whole published model."""
+"""Export of adapters: a folder that peft loads, for one module or for a whole published model."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from disttrain_cli.spec.families.family import Module
 from disttrain_cli.spec.hub import name_of, snapshot_of
 from disttrain_cli.spec.runfile.lora import ALL_LINEAR
 
-#: peft's names of what a model does, by kind of module.
+#: peft's task types by kind of module.
 TASKS = {"llm": "CAUSAL_LM"}
-_SHOWN = 4  # names shown of many
+_SHOWN = 4  # names listed in an error message
 
 
 def one_adapter(modules: Mapping[str, ModuleConfig]) -> bool:
-    """Whether one configuration of peft's can say what the adapters of all modules are."""
+    """Return True if one peft configuration can describe the adapters of all modules."""
     loras = [one.lora for one in modules.values() if one.lora is not None]
     return len({lora.use_rslora for lora in loras}) == 1
 
 
 @dataclass(frozen=True)
 class Adapted:
-    """A module with what belongs into an adapter's folder.
+    """Module with the parts of it that belong into an adapter folder.
 
     Attributes:
         layers: all layers of the module, without memory for their weights.
-        part: which module of the whole model it is, if the adapter is over that.
-        projector: whether its projector belongs there too.
+        part: the module's entry in the whole model, if the adapter covers the whole model.
+        projector: True if the module's projector is written, too.
     """
 
     config: ModuleConfig
@@ -48,7 +48,7 @@ class Adapted:
     projector: bool = False
 
     def tensors(self, read: Read) -> dict[str, torch.Tensor]:
-        """Whole tensors by their names in the file."""
+        """Return the unsharded tensors by their names in the file."""
         found: dict[str, torch.Tensor] = {}
         for layer in self.layers:
             values = read(layer)
@@ -68,21 +68,23 @@ def write_adapter(
     base: Path,
     unread: Unread | None = None,
 ) -> int:
-    """Write the adapters of a module, or of all of a whole model, as peft does; returns how many
-    numbers they are.
+    """Write the adapters of a module, or of a whole model, as peft does.
+
+    Returns the number of values written.
 
     Args:
-        model: what they adapt, of the library's class, without memory for its weights.
-        read: whole tensors of a layer by the paths of its parameters.
-        base: folder of the model that they belong to.
-        unread: what the adapter that they started from has of parts that no layer here has.
+        modules: modules whose adapters are written.
+        model: base model, of the library's class, without memory for its weights.
+        read: returns the unsharded tensors of a layer by the paths of its parameters.
+        base: folder of the base model.
+        unread: tensors of the initial adapter for parts of the model that no layer covers.
 
     Raises:
-        SpecError: peft's format has no words for what was trained.
+        SpecError: peft's format cannot express what was trained.
     """
     folder.mkdir(parents=True)
     tensors: dict[str, torch.Tensor] = {}
-    places: dict[str, set[str]] = {}  # of the linears with adapters, by module
+    places: dict[str, set[str]] = {}  # paths of the adapted linears by module
     for one in modules:
         own = {name: tensor.to(dtype) for name, tensor in one.tensors(read).items()}
         places[one.config.name] = {
@@ -107,13 +109,13 @@ def _described(
     saved: Sequence[str],
     base: Path,
 ) -> Mapping[str, Any]:
-    """peft's configuration of adapters, whose first module's numbers are the usual ones.
+    """Return peft's `adapter_config.json`; the first module's rank and alpha are its defaults.
 
     Args:
-        places: of the linears with adapters, by module.
-        numbers: r and lora_alpha of those that no layer here has, by place.
-        saved: names of the parameters that are trained whole.
-        base: folder of the model that they belong to.
+        places: paths of the adapted linears by module.
+        numbers: r and lora_alpha of the linears that no layer covers, by path.
+        saved: names of the parameters that are trained in full (`modules_to_save`).
+        base: folder of the base model.
     """
     loras = [one.lora for one in modules if one.lora is not None]
     called = snapshot_of(base)
@@ -150,8 +152,10 @@ def _described(
 def _targets(
     given: Sequence[Collection[str] | str], places: Set[str], model: torch.nn.Module
 ) -> Collection[str] | str:
-    """`target_modules` with which peft finds these very places: as they were given, by their ends,
-    or one by one."""
+    """Return `target_modules` that select exactly the linears at `places`.
+
+    Tried in order: the setting of the run file, the last components of the paths, all paths.
+    """
     parts = [name for name, _ in model.named_modules()]
     ends = {place.rpartition(".")[2] for place in places}
     for tried in (*given[:1], ends):
@@ -161,11 +165,11 @@ def _targets(
 
 
 def _modules_of(saved: Sequence[str], model: torch.nn.Module) -> list[str]:
-    """The parts of a model that consist of these parameters and no others (`modules_to_save`), none
-    of them inside another.
+    """Return `modules_to_save`: submodules consisting of exactly these parameters, none nested.
 
     Raises:
-        SpecError: some of them are only some of a part's; peft would take other parts for them.
+        SpecError: a submodule is trained only in part, or its name would make peft select others,
+            too.
     """
     found = sorted({name.rpartition(".")[0] for name in saved})
     there = [name for name, _ in model.named_parameters()]

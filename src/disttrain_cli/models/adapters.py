@@ -1,7 +1,7 @@
-"""Adapters in: folders as peft writes them, of one module or of a whole published model.
+"""Import of adapters: folders as peft writes them, for one module or for a whole published model.
 
-What is trained whole beside adapters is there too: `modules_to_save`, and the projector of a whole
-model whose projectors are trained.
+Parameters that are trained in full next to adapters are in these folders, too: `modules_to_save`,
+and the projector of a whole model whose projectors are trained.
 """
 
 from __future__ import annotations
@@ -48,20 +48,20 @@ from disttrain_cli.spec.runfile.adapters import whole_part
 from disttrain_cli.spec.runfile.lora import DEFAULTS
 from disttrain_cli.spec.runfile.model import PROJECTORS
 
-_SHOWN = 4  # names shown of many
+_SHOWN = 4  # names listed in an error message
 
-#: A parameter that a folder of adapters has, by its name there: its layer, path and itself.
+#: Parameters of an adapter folder by their names in it: layer, path in the layer, parameter.
 Named = Mapping[str, tuple[PipelineLayer, str, torch.nn.Parameter]]
 
 
 def load_adapters(layers: Sequence[PipelineLayer], run: Run, fill: Fill | None = None) -> list[str]:
-    """Give layers the adapters that the run file names (`lora.folder`), and the projector that a
-    whole model's adapter has; returns notes for the user.
+    """Load the adapters that the run file names into layers; return notes for the user.
 
-    Layers may be a stage's, of one TP rank, of any dtype, on any device.
+    They come from `lora.folder`; the projector comes from a whole model's adapter. Layers may be
+    those of one stage, of one TP rank, of any dtype, on any device.
 
     Raises:
-        SpecError: an adapter is damaged, or of another model.
+        SpecError: an adapter is damaged, or belongs to another model.
     """
     notes = []
     for module, group in groupby(layers, key=lambda layer: layer.module):
@@ -77,10 +77,10 @@ def load_adapters(layers: Sequence[PipelineLayer], run: Run, fill: Fill | None =
 
 
 def check_adapters(run: Run, modules: Collection[str]) -> list[str]:
-    """What the adapters of some modules start from, a sentence each.
+    """Check the initial adapters of some modules, and return a sentence about each.
 
     Raises:
-        SpecError: a folder that the run file names is damaged, or of another model.
+        SpecError: a folder that the run file names is damaged, or belongs to another model.
     """
     notes = []
     for module in modules:
@@ -105,16 +105,21 @@ def fill_adapters(
     field: str,
     fill: Fill | None = None,
 ) -> None:
-    """Set the adapters of some layers of a module, and what is trained whole beside them, from a
-    folder, which must be of this very module, or of the whole model.
+    """Load adapters and parameters trained in full from a folder into layers of a module.
+
+    The folder must cover exactly this module, or the whole model.
 
     Args:
-        field: what names the folder, as the user wrote it.
-        fill: what is done with a tensor, if it is not put into the layer's own parameter.
+        layers: layers to fill; the folder is checked against all layers of the module.
+        field: field of the run file that names the folder, for error messages.
+        fill: receives each tensor; None: the tensor is copied into the layer's parameter.
+
+    Raises:
+        SpecError: the folder belongs to another model.
     """
     lora = read_configs(run)[module].lora
     assert lora is not None
-    whole = bool(lora.within) and folder == lora.folder  # others are of one module
+    whole = bool(lora.within) and folder == lora.folder  # other folders cover one module
     part = whole_part(run, module) if whole else None
     expected = named(module_layers(run, module), part)
     with Weights([folder / WEIGHTS]) as weights:
@@ -143,7 +148,7 @@ def fill_adapters(
 
 
 def _field(run: Run, lora: Lora) -> str:
-    """What names the folder of a module's adapters, as the user wrote it."""
+    """Return the field of the run file that names the folder of a module's adapters."""
     given = run.file.model.adapter
     if given is not None and run.resolve(given) == lora.folder:
         return "model.adapter"
@@ -151,16 +156,17 @@ def _field(run: Run, lora: Lora) -> str:
 
 
 def _unknown(run: Run, part: Module | None, folder: Path, names: Set[str]) -> list[str]:
-    """Those of an adapter's names, beside those of one module, that say nothing here.
+    """Return the names in an adapter that match no part of the model.
 
-    One over the whole model (`model.adapter`) has names of other modules and of the projector, too,
-    and of parts of the model that no layer here has, such as blocks behind the one that is read.
+    `names` are those that the layers of one module do not have. An adapter over the whole model
+    (`model.adapter`) also has names of other modules, of the projector, and of parts of the model
+    that no layer covers, such as blocks after the one whose output is read.
 
     Args:
-        part: which module of the whole model that one module is; None: the adapter is of it alone.
+        part: the module's entry in the whole model; None: the adapter covers this module alone.
 
     Raises:
-        SpecError: it has adapters of what has none here, such as the projector.
+        SpecError: it adapts parts that cannot be adapted here, such as the projector.
     """
     given, published = run.file.model.adapter, run.published
     if part is None or published is None or given is None or run.resolve(given) != folder:
@@ -183,8 +189,7 @@ def _unknown(run: Run, part: Module | None, folder: Path, names: Set[str]) -> li
 
 
 def _known(run: Run) -> tuple[set[str], set[str]]:
-    """Names in a whole model's adapter of tensors for a run's layers, and of those layers' own
-    weights."""
+    """Return a whole model adapter's names for a run's layers, and those layers' base weights."""
     known, read = set[str](), set[str]()
     for name in run.published.family.modules if run.published is not None else ():
         within = whole_part(run, name)
@@ -197,11 +202,11 @@ def _known(run: Run) -> tuple[set[str], set[str]]:
 
 @dataclass(frozen=True)
 class Unread:
-    """Tensors of an adapter over the whole model for parts that no layer here has.
+    """Tensors of an adapter over the whole model for parts that no layer covers.
 
     Attributes:
-        tensors: by names in its file.
-        numbers: r and lora_alpha by the places of linears.
+        tensors: by their names in the adapter's file.
+        numbers: r and lora_alpha by the paths of linears.
     """
 
     tensors: Mapping[str, torch.Tensor]
@@ -209,8 +214,7 @@ class Unread:
     use_rslora: bool
 
     def change(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor of the whole model with its adapter added, or in its place the one that was
-        trained whole."""
+        """Return a tensor merged with its adapter, or replaced by its fully trained version."""
         place = name.removesuffix(".weight")
         if place not in self.numbers:
             return self.tensors.get(f"{PREFIX}{name}", tensor)
@@ -221,8 +225,10 @@ class Unread:
 
 
 def unread_of(run: Run) -> Unread:
-    """Tensors in the adapter that a run starts from (`model.adapter`) for parts that no layer here
-    has; nothing where there is none."""
+    """Return the tensors of the initial adapter (`model.adapter`) for parts that no layer covers.
+
+    Empty without such an adapter.
+    """
     given = run.file.model.adapter
     if given is None:
         return Unread({}, {}, False)
@@ -241,7 +247,7 @@ def _shown(lines: Sequence[str]) -> str:
 
 
 def _weights(layers: Sequence[PipelineLayer], part: Module) -> Iterator[str]:
-    """Names in the whole model of a module's own parameters."""
+    """Yield the names in the whole model of a module's base parameters."""
     for layer in layers:
         for path, _ in layer.named_parameters():
             if layer.published_path(path) is not None:
@@ -249,17 +255,16 @@ def _weights(layers: Sequence[PipelineLayer], part: Module) -> Iterator[str]:
 
 
 def _weight(name: str) -> str:
-    """The weight that an adapter's tensor belongs to; itself where it is trained whole."""
+    """Return the name of the base weight of an adapter's tensor, or of a fully trained tensor."""
     place, adapter, _ = name.rpartition(".lora_")
     return f"{place}.weight" if adapter else name
 
 
 def named(layers: Sequence[PipelineLayer], part: Module | None) -> Named:
-    """What adapters' folders hold of some layers: adapters, and what is trained whole beside
-    them.
+    """Return the parameters of some layers in an adapter folder: adapters, fully trained weights.
 
     Args:
-        part: which module of the whole model they are, if the folder is of such a one.
+        part: the module's entry in the whole model, if the folder covers the whole model.
     """
     return {
         stored_name(layer, path, part): (layer, path, parameter)
@@ -270,7 +275,7 @@ def named(layers: Sequence[PipelineLayer], part: Module | None) -> Named:
 
 
 def joint(layers: Sequence[PipelineLayer], part: Module) -> Named:
-    """The parameters of a projector that the whole model has."""
+    """Return a projector's parameters that the whole model has, by name in its adapter."""
     found: dict[str, tuple[PipelineLayer, str, torch.nn.Parameter]] = {}
     for layer in layers:
         for path, parameter in layer.named_parameters():
@@ -284,7 +289,7 @@ def joint(layers: Sequence[PipelineLayer], part: Module) -> Named:
 
 
 def _fill_joint(layers: Sequence[PipelineLayer], run: Run, module: str, fill: Fill) -> None:
-    """Set a projector from the adapter over the whole model, where it has one."""
+    """Load the projector from the adapter over the whole model, if it has one."""
     given, part = run.file.model.adapter, whole_part(run, module)
     wanted = joint(layers, part) if given is not None and part is not None else {}
     if not wanted or given is None:
@@ -304,7 +309,7 @@ def _fill_joint(layers: Sequence[PipelineLayer], run: Run, module: str, fill: Fi
 
 
 def _check_base(run: Run, module: str, folder: Path, field: str) -> None:
-    """SpecError where an adapter names another model than the one that the module starts from."""
+    """Raise SpecError if an adapter's base model is not the one that the module starts from."""
     described = parse_json(folder / CONFIG, "adapter configuration", f"Correct {field}.")
     base, spec = described.get(BASE), run.file.model.modules[module]
     if not base or spec.folder is None:
@@ -321,10 +326,10 @@ def _check_base(run: Run, module: str, folder: Path, field: str) -> None:
 
 
 def check_alike(lora: Lora, there: Mapping[str, Any], origin: Path) -> None:
-    """SpecError where adapters of an origin are not computed as a module's adapters are.
+    """Raise SpecError if the adapters in `origin` are computed differently from a module's.
 
     Args:
-        there: the numbers of its adapters (`NUMBERS`) that are known.
+        there: known hyperparameters of those adapters (`NUMBERS`).
     """
     for name in NUMBERS:
         if name in there and there[name] != getattr(lora, name):
@@ -344,15 +349,17 @@ def unchanged_base(
     *,
     whole: bool = False,
 ) -> Path | None:
-    """The folder that the run file names for a module or for a whole model, if it holds the weights
-    that the adapters belong to, bit for bit in `dtype`, and no others.
+    """Return the run file's model folder if it holds exactly the adapters' base weights.
+
+    Weights are compared bit for bit in `dtype`; None if any differs.
 
     Args:
         layers: all layers of the module, or of all modules of the whole model, without memory for
             their weights.
-        read: whole tensors of a layer by the paths of its parameters.
-        whole: they are all modules of the whole model.
-        written: LAYER/PARAMETER of what the adapter's folder has itself, beside `layer.saved`.
+        read: returns the unsharded tensors of a layer by the paths of its parameters.
+        whole: `layers` are all modules of the whole model.
+        written: LAYER/PARAMETER of tensors that the adapter folder contains, in addition to
+            `layer.saved`.
     """
     sources = [
         source_of(run, name, "module") for name in dict.fromkeys(layer.module for layer in layers)
@@ -362,7 +369,7 @@ def unchanged_base(
         return None
     if not weight_files(first.folder) or (first.part is not None) != whole:
         return None
-    known: dict[str, Mapping[str, torch.Tensor]] = {}  # of the layer that is compared
+    known: dict[str, Mapping[str, torch.Tensor]] = {}  # tensors of the layer under comparison
 
     def compare(layer: PipelineLayer, path: str, whole: torch.Tensor) -> None:
         if path in layer.tied or path in layer.saved or f"{layer.name}/{path}" in written:
@@ -381,14 +388,14 @@ def unchanged_base(
 
 
 class _Changed(Exception):
-    """A weight is not that of the folder."""
+    """Raised when a weight differs from that of the folder."""
 
 
 def stored_name(layer: PipelineLayer, path: str, part: Module | None = None) -> str:
-    """What peft calls an adapter's parameter, or one that is trained whole, in a file.
+    """Return peft's name in a file for an adapter's parameter, or for one trained in full.
 
     Args:
-        part: which module of the whole model the layer is of, if that is what is adapted.
+        part: the layer's module in the whole model, if the adapter covers the whole model.
     """
     name = layer.published_path(path)
     assert name is not None

@@ -1,5 +1,4 @@
-"""How a class of models of transformers, of diffusers, or of another package becomes a module
-here."""
+"""Registry entry of a model class: how a class of a library or plugin becomes a module."""
 
 from __future__ import annotations
 
@@ -16,34 +15,34 @@ from disttrain_cli.spec.runfile.model import Kind, LossWeights, ModuleSpec, Proj
 
 @dataclass(frozen=True)
 class Joined:
-    """A module and what its makers must know of the rest of the model."""
+    """Module with the facts about the rest of the model that its layer factories need."""
 
     module: ModuleConfig
     spec: ModuleSpec
-    reads: tuple[str, ...]  # tensors that the encoders before the LLM leave
-    features: tuple[str, ...]  # and, of inner blocks, for its first blocks, one after each
+    reads: tuple[str, ...]  # tensors that the encoders before the LLM write
+    features: tuple[str, ...]  # DeepStack features, one per initial block of the LLM
     llm_width: int
     projector_hidden: int
     feeds_generator: bool
     loss_weights: LossWeights
-    head: Head | None = None  # what it asks of the data; None of an LLM
-    index: int = 0  # of the module among those of the model that work on the same items
+    head: Head | None = None  # modality spec: data requirements; None for an LLM
+    index: int = 0  # index among the modules that process the same items
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """How a class of transformers or diffusers becomes a module.
+    """Conversion of a class of transformers or diffusers to a module.
 
     Attributes:
-        item: what the module works on.
+        item: kind of item that the module processes.
         published: the library's class whose weights `PipelineLayer.published` names, as
             "MODULE:CLASS".
-        read: the configuration (and a VAE's) of (name, architecture, spec, fields of
-            `config.json`); SpecError.
-        make: the layers in pipeline order.
-        inputs: what it asks of the data; None for an LLM.
-        several: whether other modules may work on the same items (`Joined.index`).
-        projectors: what may join an encoder to the LLM (`ModuleSpec.projector`).
+        read: returns the configuration (and a VAE's) from (name, architecture, spec, fields of
+            `config.json`); raises SpecError.
+        make: returns the layers' factories in pipeline order.
+        inputs: returns the module's modality spec (its data requirements); None for an LLM.
+        several: True if other modules may process the same items (`Joined.index`).
+        projectors: supported projectors between an encoder and the LLM (`ModuleSpec.projector`).
     """
 
     kind: Kind

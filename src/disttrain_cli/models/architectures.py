@@ -1,7 +1,6 @@
-"""The registry of model classes: how each becomes a module here, and a run's modules read through
-it.
+"""Registry of model classes, and the modules of a run read through it.
 
-A class of models is one file with its layers, its checks beside its family's in `configs`, and one
+A model class is one file with its layers, its checks in the family's file in `configs`, and one
 entry below.
 """
 
@@ -70,7 +69,7 @@ from disttrain_cli.spec.runfile import Run
 from disttrain_cli.spec.runfile.model import ModuleSpec
 from disttrain_cli.spec.suggestions import listed
 
-#: Folders of the parts of a diffusers pipeline that are modules here.
+#: Folders in a diffusers pipeline that can be modules.
 PARTS = ("unet", "transformer")
 #: File of a generator's noise schedule.
 SCHEDULE = "scheduler_config.json"
@@ -88,7 +87,7 @@ def _transformer(class_name: str, check: Any) -> Callable[..., tuple[Any, None]]
 
 
 def _tower_config(class_name: str, check: Any) -> Callable[..., tuple[Any, None]]:
-    """The same of a tower that ends with the block whose output is read."""
+    """Return a reader for a tower whose last block is the one at `feature_layer`."""
 
     def read(
         name: str, architecture: str, spec: ModuleSpec, fields: dict[str, Any]
@@ -125,7 +124,7 @@ def _tower(makers: Callable[..., list[LayerMaker]], joined: Joined) -> list[Laye
 
 
 def _merging(makers: Callable[..., list[LayerMaker]], joined: Joined) -> list[LayerMaker]:
-    """A tower that ends in a merger of its own, with a projector behind it unless there is none."""
+    """Return the factories of a tower that ends in its own patch merger, and of a projector."""
     module, width = joined.module, joined.llm_width
     if joined.spec.projector == "mlp":
         return _beside(joined, makers(module.name, module.config, joined.projector_hidden, width))
@@ -136,7 +135,7 @@ def _merging(makers: Callable[..., list[LayerMaker]], joined: Joined) -> list[La
 
 
 def _beside(joined: Joined, makers: list[LayerMaker]) -> list[LayerMaker]:
-    """The layers of an image encoder, of further ones each with its index."""
+    """Return an image encoder's factories; layers of further encoders carry their index."""
 
     def placed(construct: Callable[[], PipelineLayer]) -> PipelineLayer:
         layer = construct()
@@ -378,11 +377,11 @@ _OWN: dict[str, Architecture] = {
     ),
 }
 
-#: By the `model_type` of a `config.json`, those of other packages too.
+#: Architectures by the `model_type` of a `config.json`, including plugins.
 ARCHITECTURES = with_plugins("disttrain.architectures", _OWN)
 
-#: What a `config.json` names otherwise: the architecture, and the field of its configuration
-#: inside the whole model's.
+#: Alternative names in a `config.json`: the architecture, and the field of the whole model's
+#: configuration that holds its own.
 _ALIASES: dict[str, tuple[str, str | None]] = {
     "clip": ("clip_vision_model", "vision_config"),
     "siglip": ("siglip_vision_model", "vision_config"),
@@ -395,11 +394,11 @@ _ALIASES: dict[str, tuple[str, str | None]] = {
 
 
 def read_configs(run: Run) -> dict[str, ModuleConfig]:
-    """Configurations of a run's modules in pipeline order.
+    """Return the configurations of a run's modules in pipeline order.
 
     Raises:
-        SpecError: unknown architecture or field, wrong value, missing or foreign `config.json`, two
-            encoders of items that only one can work on.
+        SpecError: unknown architecture or field, wrong value, missing or unsuitable `config.json`,
+            two encoders of items that support only one.
     """
     configs = {name: _read(run, name) for name in run.file.model.order}
     first: dict[Item, str] = {}
@@ -471,7 +470,7 @@ def _read(run: Run, name: str) -> ModuleConfig:
 def _with_vae(
     run: Run, name: str, spec: ModuleSpec, fields: dict[str, Any], error: SpecError
 ) -> SpecError:
-    """The error, with what is missing where a generator of latents has no VAE."""
+    """Return the error with a next step added if a generator of latents lacks its VAE."""
     channels = {**fields, **spec.config}.get("in_channels", 3)
     if (
         spec.kind != "generator"
@@ -493,8 +492,7 @@ def _with_vae(
 
 
 def scheduler_fields(run: Run, spec: ModuleSpec) -> dict[str, Any]:
-    """Fields of the `scheduler_config.json` in a generator's folder, or in the folder `scheduler`
-    beside it."""
+    """Return the fields of `scheduler_config.json` in a generator's folder or next to it."""
     folder = run.resolve(spec.folder) if spec.folder is not None else None
     folders = [folder, folder.parent / "scheduler"] if folder is not None else []
     path = next(
@@ -514,8 +512,10 @@ def _mapping(path: Path, what: str, next_step: str) -> dict[str, Any]:
 
 
 def _instead(there: Path, name: str, folder: str) -> str:
-    """What to do where a folder has no `config.json`: name a part of a whole pipeline, or download
-    it."""
+    """Return the next step for a folder without `config.json`.
+
+    Either a part of a whole pipeline can be named, or the folder must be downloaded.
+    """
     field = f"model.modules.{name}.folder"
     parts = [part for part in PARTS if (there / part / "config.json").exists()]
     if parts:
@@ -531,8 +531,10 @@ def _instead(there: Path, name: str, folder: str) -> str:
 
 
 def _folder(run: Run, name: str, folder: str) -> tuple[str, dict[str, Any]]:
-    """Architecture and configuration of a folder's `config.json`; no code of a folder is ever
-    run."""
+    """Return architecture and configuration from a folder's `config.json`.
+
+    Code in the folder is never run.
+    """
     path = run.resolve(folder) / "config.json"
     fields = _mapping(path, "model configuration", _instead(path.parent, name, folder))
     if "auto_map" in fields:
@@ -549,7 +551,7 @@ def _folder(run: Run, name: str, folder: str) -> tuple[str, dict[str, Any]]:
         )
     given = str(fields.get("model_type", fields.get("_class_name")))
     if (given, fields.get("norm_type")) == ("Transformer2DModel", "ada_norm_single"):
-        given = "PixArtTransformer2DModel"  # as diffusers remaps folders of before it had the class
+        given = "PixArtTransformer2DModel"  # diffusers' remapping of folders older than the class
     published = published_in(path.parent)
     kind = run.file.model.modules[name].kind
     part = None if published is None else published.family.of_kind(kind)

@@ -1,17 +1,18 @@
-"""Attention inside segments of packed rows: samples of a sequence, images, windows of an image.
+"""Attention within segments of packed rows: samples of a sequence, images, windows of an image.
 
-No mask exists anywhere, so memory grows with the rows, not with their square. `kernel_for` says
-which kernel does the mathematics, for training and for what plans price alike:
+No mask is materialised, so memory grows with the rows, not with their square. `kernel_for` selects
+the kernel, both for training and for planning:
 
 - `varlen`: one flash-attention call for all segments (Dao 2023, arXiv 2307.08691).
-- `efficient`: on a GPU, where flash attention does not take the numbers or the heads:
-  memory-efficient attention (Rabe
-  and Staats 2021, arXiv 2112.05682) over all segments of a length at once.
-- `grouped`: anywhere; PyTorch's scaled_dot_product_attention over all segments of a length at once.
+- `efficient`: on a GPU, where flash attention does not support the dtype or the head width:
+  memory-efficient attention (Rabe and Staats 2021, arXiv 2112.05682) over all segments of a length
+  at once.
+- `grouped`: on any device; PyTorch's scaled_dot_product_attention over all segments of a length at
+  once.
 
-transformers' layers call it where their configuration says so (`packed`), with the segments in the
-mask's place; diffusers' by their processors (`processors`). Where a CP group shares the rows, each
-rank attends with a share of the heads (`ulysses`), or with its own rows (`gathered`).
+transformers' layers call it if their configuration selects it (`packed`), with the segments passed
+as the mask; diffusers' layers call it through their processors (`processors`). In a CP group each
+rank attends with a share of the heads (`ulysses`), or with its local rows (`gathered`).
 """
 
 from __future__ import annotations
@@ -37,18 +38,17 @@ from disttrain_cli.models.ulysses import to_heads, to_rows
 PACKED = "packed"
 
 Kernel = Literal["varlen", "efficient", "grouped"]
-#: What flash attention takes (torch 2.11 to 2.13): the widest head, in steps of, and the oldest
-#: compute capability.
+#: Limits of flash attention (torch 2.11 to 2.13): widest head, step of head widths, minimum compute
+#: capability.
 WIDEST_HEAD, HEAD_STEP, CAPABILITY = 256, 8, (8, 0)
-#: Queries that are given a mask at once.
+#: Queries per block that are masked at once.
 BLOCK = 1024
-#: Memory-efficient attention takes heads of any width in steps of as many bytes.
+#: Memory-efficient attention supports heads of any width that is a multiple of this many bytes.
 HEAD_STEP_BYTES = 16
 
 
 def kernel_for(device: torch.device, dtype: torch.dtype, head_width: int) -> Kernel:
-    """The kernel that attention runs with on a device; "meta" stands for a GPU that is recent
-    enough."""
+    """Return the attention kernel for a device; "meta" stands for a recent GPU."""
     if device.type not in ("cuda", "meta"):
         return "grouped"
     recent = device.type == "meta" or torch.cuda.get_device_capability(device) >= CAPABILITY
@@ -62,8 +62,11 @@ def kernel_for(device: torch.device, dtype: torch.dtype, head_width: int) -> Ker
 
 
 class Segments:
-    """Consecutive rows that attend each other, of all rows of a slot; `cp` is the group that shares
-    these rows, if any: `attend` is given and gives those of this rank."""
+    """Consecutive rows that attend to each other, covering all rows of a slot.
+
+    `cp` is the CP group that shares these rows, if any: `attend` then receives and returns only the
+    local rows of this rank.
+    """
 
     def __init__(
         self, lengths: Sequence[int], device: torch.device, cp: Group | None = None
@@ -73,22 +76,23 @@ class Segments:
 
     @cached_property
     def starts(self) -> Tensor:
-        """[S + 1] int32: the first row of every segment, and the end of the last; with their values
-        also on meta."""
+        """First row of every segment, and the end of the last: [S + 1] int32.
+
+        Has real values on meta, too.
+        """
         device = torch.device("cpu") if self._device.type == "meta" else self._device
         return to_device([0, *accumulate(self.lengths)], device, torch.int32)
 
     @cached_property
     def groups(self) -> list[tuple[int, int]]:
-        """(segments, their length) of neighbours of equal length, in the order of `order`."""
+        """(segments, their length) of consecutive segments of equal length, in `order`."""
         if self._together:
             return [(len(list(run)), length) for length, run in groupby(self.lengths)]
         return [(self.lengths.count(length), length) for length in sorted(set(self.lengths))]
 
     @cached_property
     def order(self) -> tuple[Tensor, Tensor] | None:
-        """[R] rows by the length of their segment, and the way back; None where they stay as they
-        are."""
+        """Row indices [R] sorted by segment length, and their inverse; None if already in order."""
         if self._together:
             return None
         with torch.device("cpu"):
@@ -98,13 +102,13 @@ class Segments:
         return to_device(rows, self._device), to_device(torch.argsort(rows), self._device)
 
     def tensors(self) -> list[Tensor]:
-        """What was made of them so far."""
+        """Return all tensors cached in this object so far."""
         made = tree_leaves(vars(self))
         inner = [one.tensors() for one in made if isinstance(one, Segments)]
         return [one for one in tree_leaves([made, inner]) if isinstance(one, Tensor)]
 
     def shares(self, causal: bool) -> Shares:
-        """What the ranks attend with where they gather keys and values (`gathered`)."""
+        """Return the rows of each rank for attention with gathered keys and values (`gathered`)."""
         if causal not in self._shares:
             assert self.cp is not None
             runs = runs_of(self.lengths, self.cp.size, causal)
@@ -124,12 +128,12 @@ class Segments:
 
     @cached_property
     def _together(self) -> bool:
-        """Whether ordering the rows by length would not even halve the number of groups."""
+        """True if sorting the rows by length would not even halve the number of groups."""
         return len(list(groupby(self.lengths))) < 2 * len(set(self.lengths))
 
 
 class Part(NamedTuple):
-    """A run of a rank's own rows, and of which rows it needs keys and values."""
+    """Run of a rank's local rows, and the rows whose keys and values it needs."""
 
     rows: slice
     keys: slice
@@ -138,10 +142,10 @@ class Part(NamedTuple):
 
 
 class Shares(NamedTuple):
-    """How ranks of a CP group attend with their own rows."""
+    """Distribution of rows for attention in a CP group that gathers keys and values."""
 
-    order: tuple[Tensor, Tensor] | None  # `gathered`
-    parts: list[Part]  # of this rank
+    order: tuple[Tensor, Tensor] | None  # permutation of the gathered rows (`gathered`)
+    parts: list[Part]  # parts of this rank
 
 
 def segments_of(
@@ -151,7 +155,7 @@ def segments_of(
     like: Tensor,
     cp: Group | None = None,
 ) -> Segments:
-    """Segments of this name on the device of `like`, made once per batch (`Batch.cache`)."""
+    """Return the named segments on `like`'s device, created once per batch (`Batch.cache`)."""
     if name not in cache:
         cache[name] = Segments(lengths(), like.device, cp)
     return cache[name]
@@ -159,13 +163,13 @@ def segments_of(
 
 @lru_cache(maxsize=256)
 def equal_segments(count: int, length: int, device: torch.device) -> Segments:
-    """As many segments of one length."""
+    """Return `count` segments of one length."""
     return Segments([length] * count, device)
 
 
 class _Rows(NamedTuple):
     query: Tensor  # [R, H, D]
-    key: Tensor  # [R, G, D], each of the G heads for H / G of the query's
+    key: Tensor  # [R, G, D], each of the G heads serves H / G query heads
     value: Tensor
 
 
@@ -180,15 +184,17 @@ def attend(
     causal: bool = False,
     window: int | None = None,
 ) -> Tensor:
-    """Attention of every row to the rows of its own segment: [R, H, D].
+    """Return attention of every row to the rows of its own segment: [R, H, D].
 
     Args:
+        query_RHD: queries of the (local) rows.
         key_RGD, value_RGD: of G heads, each of which serves H / G heads of the query.
-        within: the query's segments,
-        to: and those of keys and values, where they are others, which no CP group shares.
+        within: the query's segments.
+        to: segments of keys and values if they differ from the query's; not supported in a CP
+            group.
         scale: of the scores; 1 / √D if None.
-        causal: to itself and the rows before it only,
-        window: and of those to the last `window`, itself among them.
+        causal: each row attends to itself and earlier rows only.
+        window: if causal, each row attends to the last `window` rows only, itself included.
     """
     rows = _Rows(query_RHD, key_RGD, value_RGD)
     if (cp := within.cp) is not None:
@@ -210,14 +216,17 @@ def _attended_parts(
         some = _Rows(rows.query[part.rows], key, value)
         if len(some.query):
             made.append(_attended_rows(some, part.within, part.to, scale, causal, window))
-        else:  # a rank without rows still takes its part in the group's messages
+        else:  # a rank without rows still joins the group's collectives
             made.append(some.query + (key.sum() + value.sum()))
     return made[0] if len(made) == 1 else torch.cat(made)
 
 
 def not_empty(attention: Callable[[Tensor], Tensor], own_RD: Tensor) -> Tensor:
-    """What a library's attention makes of own rows [R, D], of which it wants at least one: where a
-    CP group has fewer rows than ranks some have none, and give one that nobody reads."""
+    """Apply a library's attention to local rows [R, D], padded to one row if there are none.
+
+    The libraries require at least one row; in a CP group with fewer rows than ranks some ranks have
+    none.
+    """
     return attention(own_RD) if len(own_RD) else attention(padded(own_RD, 1))[:0]
 
 
@@ -269,7 +278,7 @@ def _varlen(
 def _dense(
     kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float | None
 ) -> Tensor:
-    """Attention [N, H, L, D] without a mask."""
+    """Return attention [N, H, L, D] without a mask."""
     if kernel == "grouped":
         return functional.scaled_dot_product_attention(
             query, key, value, is_causal=causal, scale=scale
@@ -290,8 +299,10 @@ def _one_by_one(
     causal: bool,
     window: int | None,
 ) -> Tensor:
-    """Attention to segments of which each may have more rows than queries: with `causal` the last
-    query of each sees all of them."""
+    """Return attention segment by segment, where key segments may be longer than query segments.
+
+    With `causal` the last query of each segment sees all of its keys.
+    """
     rows, made = _for_every_head(rows), []
     queries = rows.query.split(list(within.lengths))
     for query, key, value in zip(
@@ -330,7 +341,7 @@ def _grouped(
         query, key, value = (
             tensor.unflatten(0, (count, length)).transpose(1, 2) for tensor in part
         )  # [N, H, L, D]
-        # model FLOPs know no window (`flops`)
+        # model FLOPs ignore windows (`flops`)
         if window is None or length <= window or query.is_meta:
             made = _dense(kernel, query, key, value, causal, scale)
         else:
@@ -343,8 +354,10 @@ def _grouped(
 def _masked(
     query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
 ) -> Tensor:
-    """Causal attention [N, H, L, D] of the last L of the keys' rows to the last `window` rows each,
-    by blocks of queries: no more than 2 · window² scores each where there is a window."""
+    """Return causal attention [N, H, L, D] of the last L key rows, each to its last `window` rows.
+
+    Computed by blocks of queries: at most 2 · window² scores per block if there is a window.
+    """
     made, before, size = [], key.shape[2] - query.shape[2], window or BLOCK
     for start in range(0, query.shape[2], size):
         stop = min(start + size, query.shape[2])
@@ -366,7 +379,7 @@ def _masked(
 
 
 def packed(config: Any) -> Any:
-    """The configuration of a transformers class, whose layers now attend inside segments."""
+    """Make a transformers configuration use attention within segments, and return it."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(PACKED, _attend)
@@ -385,10 +398,11 @@ def _attend(
     sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """As transformers' layers call it, with heads before rows: [N, H, L, D] → [N, L, H, D]."""
+    """Compute attention for transformers' layers, heads first: [N, H, L, D] → [N, L, H, D]."""
     assert not dropout
     rows = _Rows(*(tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value)))
-    # a result is laid out as its queries: heads before rows, it would be copied, and kept twice
+    # The result has the layout of its queries: with heads before rows it would be copied and saved
+    # twice.
     rows = rows._replace(query=rows.query.contiguous())
     made = attend(
         rows.query,

@@ -1,5 +1,4 @@
-"""Building a layer anywhere with weights that depend on nothing but the run's seed and the layer's
-name."""
+"""Construction of layers whose initial weights depend only on the run's seed and the layer."""
 
 from __future__ import annotations
 
@@ -16,11 +15,11 @@ from disttrain_cli.models.tensor_parallel import shard
 
 @dataclass(frozen=True)
 class LayerMaker:
-    """How to construct one layer, and how its weights start.
+    """Layer factory: constructs one layer and initialises its weights.
 
-    `std` is the deviation of normal weights (biases zero, norms one), or None for each class's own
-    defaults. `drawn_as` names a layer whose normal weights these are a copy of (a head's, of the
-    embedding), if not its own. `lora` are the adapters of its module, if it has some.
+    `std` is the standard deviation of normally drawn weights (biases zero, norms one), or None for
+    each class's own defaults. `drawn_as` names the layer whose initial weights are copied (the
+    embedding's, for a tied head), if not its own. `lora` are the adapters of its module, if any.
     """
 
     construct: Callable[[], PipelineLayer]
@@ -29,7 +28,7 @@ class LayerMaker:
     lora: Lora | None = None
 
     def on_meta(self) -> PipelineLayer:
-        """The layer without memory for its weights."""
+        """Return the layer without memory for its weights."""
         with torch.device("meta"):
             layer = self.construct()
             if self.lora is not None:
@@ -45,11 +44,11 @@ class LayerMaker:
         tp: int = 1,
         tp_rank: int | None = None,
     ) -> PipelineLayer:
-        """The layer with its initial weights, drawn on the CPU in float32 on any device.
+        """Return the layer with its initial weights, always drawn on the CPU in float32.
 
-        With `tp` one rank's part of it. With `tp_rank` that rank's part of the very weights that
-        the whole layer has, which is in the CPU's memory meanwhile; else drawn for itself: of the
-        right shapes, for measuring.
+        With `tp` the layer is one rank's shard. With `tp_rank` it is that rank's shard of the same
+        weights as the unsharded layer's, which occupies the CPU's memory meanwhile; without, the
+        shard is drawn on its own: right shapes only, for measurements.
         """
         layer = self.on_meta() if tp_rank is not None else shard(self.on_meta(), tp=tp)
         if torch.device(device).type == "meta":

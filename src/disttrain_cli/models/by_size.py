@@ -1,8 +1,8 @@
-"""Generators over images of several sizes: each layer runs once for the images of a size.
+"""Generators over images of several sizes: each layer runs once per image size.
 
-Items of one grid are neighbours, so that a state tensor's rows of them are a slice. What has a row
-for each patch is cut to [images, patches, …] there, which is how diffusers' classes take images; no
-image is padded, and attention stays inside each.
+Items of one grid are contiguous, so that their rows of a state tensor are a slice. State tensors
+with one row per patch are reshaped to [images, patches, …], as diffusers' classes expect; no image
+is padded, and attention stays within each image.
 """
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ from torch import Tensor
 from disttrain_cli.models.dropout import begin
 from disttrain_cli.models.layer import LOSS_PREFIX, Batch, Items, PipelineLayer
 
-#: State tensors with a row for each patch; all others have as many rows of every image.
+#: State tensors with a row for each patch; all others have equally many rows for every image.
 OF_PATCHES = ("patches", "latents")
 
 
 def by_size(layer: PipelineLayer, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
-    """What a layer makes of all images of a batch: `compute` of those of each size, and its
-    outputs joined."""
+    """Return a layer's outputs for all images of a batch: `compute` per image size, joined."""
     batches = sized(batch)
     parts: list[dict[str, Tensor]] = [{} for _ in batches]
     for name in layer.reads:
@@ -36,7 +35,7 @@ def by_size(layer: PipelineLayer, state: dict[str, Tensor], batch: Batch) -> dic
 
 
 def sized(batch: Batch) -> list[Batch]:
-    """The batch's images of each size, made once; each with a cache of its own."""
+    """Return the batch's images by size, as batches with caches of their own; created once."""
     of_sizes: list[Batch] = []
     first, items = 0, batch.of("target")
     for number, (_, run) in enumerate(groupby(items.grids)):

@@ -1,7 +1,6 @@
-"""transformers' CLIP vision tower as pipeline layers: embed, block × n, projector into the LLM's
-width.
+"""transformers' CLIP vision tower as pipeline layers: embed, block × n, projector.
 
-The LLM reads the patches; the pooled class token is not used. The patches of the last block go
+The LLM reads the patches; the pooled class token is not used. The patches of the last block pass
 through the tower's final norm, which CLIP itself applies to its class token only; those of an inner
 block (`feature_layer`) do not.
 """
@@ -23,8 +22,10 @@ def _block(module: str, number: int, config: Any) -> Block:
 
 
 def makers(module: str, config: Any, joint: Joint, final_norm: bool = True) -> list[LayerMaker]:
-    """The layers of an image encoder in pipeline order; without `final_norm` the LLM reads a block
-    as it is."""
+    """Return the layer factories of an image encoder in pipeline order.
+
+    Without `final_norm` the LLM reads the last block's output unnormalised.
+    """
     std = config.initializer_range
     norm = "post_layernorm" if final_norm else None
     return [

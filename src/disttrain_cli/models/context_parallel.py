@@ -1,11 +1,10 @@
-"""Context parallelism: which rows of a replica's sequences and items a rank works on, and how those
-of items meet the tokens.
+"""Context parallelism: a rank's rows, and the mapping of item rows to its tokens.
 
 Every rank of a CP group holds the weights of its TP rank and an equal run of a slot's tokens, or of
-the rows of its images, so that whatever is done row by row is divided without a message; for
-attention the group exchanges rows for heads (`ulysses`), and where rows are merged or change their
-order, rows (`regrouped`). What encoders left and what a generator is conditioned on is divided
-evenly over the group, wherever its tokens are (`division.Place`).
+the rows of its images, so that row-wise operators need no communication; for attention the group
+exchanges rows for heads (`ulysses`), and where rows are merged or reordered, rows (`regrouped`).
+Encoder outputs and a generator's conditioning are divided evenly over the group, independent of the
+position of their tokens (`division.Place`).
 """
 
 from __future__ import annotations
@@ -30,11 +29,12 @@ Ints = NDArray[np.int64]
 def own_part(
     items: Items, given_RD: Tensor, group: Group | None, cp: Group | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Where rows that an encoder left go among this rank's tokens, these rows, and their shares
-    (`Items.shares`): of a TP group each rank has a part of them.
+    """Return where encoder rows go among this rank's tokens, these rows, and their shares.
+
+    Shares are `Items.shares`. Each rank of a TP group has a part of the rows.
 
     Args:
-        given_RD: this rank's own part of the rows of all items.
+        given_RD: this rank's local part of the rows of all items.
     """
     rows, shared, shares = items.rows, items.shared, items.shares
     assert rows is not None
@@ -43,7 +43,7 @@ def own_part(
     runs = 1 if cp is None else cp.size
     tp, tp_rank = (1, 0) if group is None else (group.size, group.rank)
     run, number = np.divmod(shared.numbers, max(1, -(-shared.tokens // runs)))
-    most = own_rows(own_rows(shared.tokens, runs, 0)[1], tp, 0)[1]  # rows of any rank
+    most = own_rows(own_rows(shared.tokens, runs, 0)[1], tp, 0)[1]  # most rows of any rank
     bounds = np.array(
         [
             own_rows(stop - start, tp, tp_rank)
@@ -62,8 +62,10 @@ def own_part(
 
 
 def assembled(own_RD: Tensor, items: Items, cp: Group | None) -> Tensor:
-    """Rows of the items' tokens among this rank's → those of all, on every rank; what comes back
-    has the gradients of all, of which each rank takes its own."""
+    """Return the rows of all items' tokens on every rank, from the rows among this rank's tokens.
+
+    The result's gradient is that of all ranks, of which each rank takes its own rows.
+    """
     if items.shared is None:
         return own_RD
     numbers = _index(items.shared.numbers, own_RD)
@@ -72,22 +74,24 @@ def assembled(own_RD: Tensor, items: Items, cp: Group | None) -> Tensor:
 
 
 def bounds_of(rows: int, cp: Group) -> Ints:
-    """[C + 1] where the rows of each rank begin, and the last ones end."""
+    """Return [C + 1] the first row of each rank, and the end of the last."""
     return np.array([0, *(cp.rows_of(rows, rank).stop for rank in range(cp.size))])
 
 
 def regrouped(own_RD: Tensor, source: Ints, given: Ints, taken: Ints, cp: Group) -> Tensor:
-    """Own rows of a tensor → own rows of another one, whose row i is row `source[i]` of it.
+    """Redistribute rows over the group: row i of the result is row `source[i]` of the input.
+
+    Both are given by this rank's local rows.
 
     Args:
-        source: no row twice; some may be left out.
-        given, taken: where the rows of each rank begin in the two, and the last ones end
+        source: no row twice; some may be omitted.
+        given, taken: first row of each rank in input and output, and the end of the last
             (`bounds_of`).
     """
     owner = np.searchsorted(given, source, "right") - 1
     taker = np.searchsorted(taken, np.arange(len(source)), "right") - 1
     if (owner == taker).all() and len(source) == given[-1] and (np.diff(source) == 1).all():
-        return own_RD  # all ranks see that nothing has to move
+        return own_RD  # seen equally by all ranks: nothing moves
     mine, to_give = taker == cp.rank, owner == cp.rank
     order = np.argsort(owner[mine], kind="stable")
     given_RD = own_RD.index_select(0, _index(source[to_give] - given[cp.rank], own_RD))
@@ -103,7 +107,7 @@ def _index(numbers: Ints, like: Tensor) -> Tensor:
 
 
 class _Exchange(Function):
-    """So many rows to each rank, and so many from each."""
+    """All-to-all of rows with per-rank counts."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, give: list[int], take: list[int], cp: Group) -> Tensor:

@@ -1,8 +1,8 @@
-"""Cross-entropy over a vocabulary, or over the shards of one that a TP group divides (Shoeybi et
-al. 2019, section 3).
+"""Cross-entropy over a vocabulary, or over its shards in a TP group.
 
-Logits stay in the model's precision, in which they are kept for the backward; only some rows at a
-time are in fp32, made by the operator that needs them so.
+See Shoeybi et al. 2019, section 3. Logits stay in the model's precision, in which they are saved
+for the backward; only some rows at a time are in fp32, converted by the operator that needs them
+so.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ CHUNK = 1 << 25
 def cross_entropy(
     logits_RV: Tensor, labels_R: Tensor, first_id: int, group: Group | None
 ) -> Tensor:
-    """Summed cross-entropy [] in fp32 of the rows whose label is not negative.
+    """Return the summed cross-entropy [] in fp32 of the rows whose label is not negative.
+
+    A group all-reduces the largest logarithm of a row's sums of exponentials, their sum, and the
+    label's logit.
 
     Args:
         logits_RV: of the ids from `first_id` on; the group's other ranks have the others. Without a
-            group, labels elsewhere count as if their logit were 0.
-
-    A group exchanges the largest logarithm of a row's sums of exponentials, their sum, and the
-    label's logit.
+            group, labels outside count as if their logit were 0.
     """
     return _CrossEntropy.apply(logits_RV, labels_R, first_id, group)
 
@@ -74,7 +74,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _chunks(logits_RV: Tensor) -> Iterator[slice]:
-    """Rows that are in fp32 together."""
+    """Yield slices of rows that are in fp32 together."""
     rows, width = logits_RV.shape
     step = max(1, CHUNK // width)
     return steps_of([slice(start, start + step) for start in range(0, rows, step)], logits_RV)

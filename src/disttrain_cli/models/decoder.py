@@ -1,12 +1,13 @@
-"""transformers' decoders as pipeline layers: embed, block × n, head with the text loss; Llama,
-Mistral, Qwen2, Qwen3, and the LLMs of Qwen2.5-VL and Qwen3-VL.
+"""transformers' decoders as pipeline layers: embed, block × n, head with the text loss.
 
-Hidden rows are the M·L tokens of the microbatch, or of a CP group the rank's own ones of them.
-Attention is block-causal: a token sees the earlier tokens of its own sample only, the nearest ones
-where the block has a sliding window; padding sees padding, and nobody reads it. Rotary factors are
-made once per stage and batch, in `Batch.cache`; with M-RoPE of three positions each.
+Supported: Llama, Mistral, Qwen2, Qwen3, and the LLMs of Qwen2.5-VL and Qwen3-VL.
 
-With `tie_word_embeddings` the head's weight is the embedding's: one tensor where both are on one
+Hidden rows are the M·L tokens of the microbatch, or a CP rank's local part of them. Attention is
+block-causal: a token sees the earlier tokens of its own sample only, the nearest ones if the block
+has a sliding window; padding sees padding, and its outputs are not used. Rotary factors are
+computed once per stage and batch, in `Batch.cache`; with M-RoPE from three positions per token.
+
+With `tie_word_embeddings` the head's weight is the embedding's: one tensor if both are on one
 stage, else two copies whose gradients are summed (`tying`).
 """
 
@@ -39,9 +40,10 @@ from disttrain_cli.models.parallel import across, embed, gather, once, scatter, 
 
 
 def library(config: Any, part: str) -> Any:
-    """A class of the family's file in transformers: "DecoderLayer" or "RotaryEmbedding".
+    """Return a class of the family's file in transformers: "DecoderLayer" or "RotaryEmbedding".
 
-    The file's attention finds our rotary embedding under the name of its own.
+    The file's `apply_rotary_pos_emb` is replaced by a fused one that the file's attention then
+    calls.
     """
     family = FAMILIES[config.model_type]
     file: Any = import_module(f"transformers.models.{family.file}.modeling_{family.file}")
@@ -54,17 +56,17 @@ def _rotary(config: Any, device: torch.device) -> Any:
     with torch.device("cpu"):
         made = library(config, "RotaryEmbedding")(config)
     if config.rope_parameters["rope_type"] == DYNAMIC:
-        made.rope_type = "default"  # samples are not longer (`check_length`), so do not look
+        made.rope_type = "default"  # no longer samples (`check_length`)
     return made._apply(partial(to_device, device=device))
 
 
 def ties(config: Any) -> bool:
-    """Whether the head's weight is the embedding's; not every class of configurations says."""
+    """Return True if the head is tied to the embedding; some configurations lack the field."""
     return bool(getattr(config, "tie_word_embeddings", False))
 
 
 class DecoderLayer(PipelineLayer):
-    """A layer whose items are packed sequences; a replica of the LLM always has some."""
+    """Layer whose items are packed sequences; a replica of the LLM always has some."""
 
     by_rows = True
 
@@ -82,11 +84,10 @@ class DecoderLayer(PipelineLayer):
 
 
 class Embed(DecoderLayer):
-    """Token embeddings, with the rows of image and audio tokens replaced by the encoders'; of
-    several by their sum.
+    """Token embeddings, with the rows of image and audio tokens replaced by the encoders' outputs.
 
-    The tokens that condition an image to be generated have an id of their own, whose embedding is
-    learned.
+    Outputs of several encoders of the same items are summed. The tokens that condition an image to
+    be generated have an id of their own, whose embedding is learned.
     """
 
     kind = "embed"
@@ -119,7 +120,8 @@ class Embed(DecoderLayer):
             if given is None or (rows is None and not len(given)):
                 continue
             assert rows is not None
-            # each rank puts in its own part of them, and the sum below has all of it
+            # each rank inserts its own part of the rows, and the sum over the group below completes
+            # them
             if self.group is not None or items.shares is not None:
                 hidden = hidden.index_fill(0, rows, 0.0)
             rows, given, shares = own_part(items, given, self.group, self.cp)
@@ -132,7 +134,7 @@ class Embed(DecoderLayer):
 
 
 class Block(DecoderLayer):
-    """One decoder layer of the family."""
+    """Decoder layer of the family."""
 
     kind = "block"
     row_by_row = True
@@ -156,7 +158,7 @@ class Block(DecoderLayer):
             int(attention.head_dim),
         )
         self.published = {"layer": f"model.layers.{number}"}
-        # Constructed when first used and never registered: a cast to bf16 would spoil its
+        # Constructed when first used and never registered: a cast to bf16 would degrade its
         # frequencies.
         self._rotary = cache(partial(_rotary, config))
 
@@ -179,11 +181,11 @@ class Block(DecoderLayer):
         return {"hidden": hidden}
 
     def feed(self, state: dict[str, Tensor], batch: Batch, normed_RD: Tensor) -> Tensor:
-        """The feed-forward."""
+        """Return the feed-forward's output."""
         return gated_mlp(self.layer.mlp, normed_RD)
 
     def _rotary_factors(self, batch: Batch, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [M, L, head width]."""
+        """Return cosines and sines [M, L, head width]."""
         if "cos" not in batch.cache:
             batch.cache["cos"], batch.cache["sin"] = self._rotary(like.device)(
                 like, batch.positions
@@ -192,11 +194,11 @@ class Block(DecoderLayer):
 
 
 class DeepBlock(Block):
-    """A decoder layer after which features of an encoder's inner block are added to the rows of its
-    images (DeepStack, Meng et al. 2024, arXiv 2406.04334).
+    """Decoder layer that adds features of an encoder's inner block to its images' rows.
 
-    Each rank of a TP group adds its own part of them to its partial sums of the feed-forward, whose
-    sum over the group has all of it: no message more, but none behind products.
+    This is DeepStack (Meng et al. 2024, arXiv 2406.04334). Each rank of a TP group adds its own
+    part of the features to its partial sums of the feed-forward, whose sum over the group is then
+    complete: no additional message, but none overlapped with GEMMs.
     """
 
     kind = "block.deepstack"
@@ -208,7 +210,7 @@ class DeepBlock(Block):
         self.features, self.reads = features, ("hidden", features)
 
     def feed(self, state: dict[str, Tensor], batch: Batch, normed_RD: Tensor) -> Tensor:
-        """The feed-forward, with what is added to its images' rows."""
+        """Return the feed-forward's output, with the features added to its images' rows."""
         made, images, given = (
             super().feed(state, batch, normed_RD),
             batch.of("image"),
@@ -221,7 +223,7 @@ class DeepBlock(Block):
 
 
 class Head(DecoderLayer):
-    """Final norm, logits and text loss; hands the rows that condition an image on to the generator.
+    """Final norm, logits and text loss; passes the rows that condition an image to the generator.
 
     loss/text = weight · Σ cross-entropy over trained tokens / label tokens of the global batch. A
     slot without trained tokens adds zero, still connected to the graph; without labels (generating)
@@ -264,8 +266,10 @@ class Head(DecoderLayer):
         return result
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
-        """Logits [R, V] float32 of the token after each row of what the last block left; of a whole
-        vocabulary."""
+        """Return the next-token logits [R, V] float32 for each row of the last block's output.
+
+        Requires an unsharded vocabulary.
+        """
         return self.lm_head(self.norm(hidden_RD)).float()
 
 
@@ -277,11 +281,11 @@ def makers(
     feeds_generator: bool,
     loss_weight: float,
 ) -> list[LayerMaker]:
-    """The layers of an LLM in pipeline order.
+    """Return the layer factories of an LLM in pipeline order.
 
     Args:
-        reads: tensors that the encoders before it leave, for its embedding,
-        features: and for its first blocks, one after each.
+        reads: encoder outputs, read by its embedding.
+        features: DeepStack features, read by its first blocks, one after each.
     """
     std = config.initializer_range
     return [

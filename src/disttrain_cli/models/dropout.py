@@ -1,14 +1,14 @@
-"""Dropout that depends on nothing but the seed, the step, the sample and the layer (Srivastava et
-al. 2014).
+"""Dropout that depends only on the seed, the step, the sample and the layer (Srivastava et al.
+2014).
 
-Whether a number is kept is a hash of its item's seed (`Batch`), the layer's name, the number's row
-in its item and its position in the row. So the mask of an item is the same on every rank, for any
-DP, TP or slots, and when activations are recomputed; nothing draws from a generator. Masks are
-applied before a TP group sums what its ranks have of the same rows, where a mask of a sum is the
-sum of the masked parts, or after it to own rows. Where a rank has a part of the features, it has
-that part of their mask.
+An element's mask bit is a hash of its item's seed (`Batch`), the layer's name, the element's row in
+its item and its position in the row. So the mask of an item is the same on every rank, for any DP,
+TP or slots, and when activations are recomputed; no random generator is involved. Masks are applied
+before a TP group sums its partial results of the same rows, where a mask of a sum is the sum of the
+masked parts, or after it to local rows. A rank with a part of the features applies that part of
+their mask.
 
-Layers that are not trained drop nothing, and nothing is dropped in evaluation or sampling.
+Frozen layers drop nothing, and nothing is dropped in evaluation or sampling.
 """
 
 from __future__ import annotations
@@ -27,33 +27,32 @@ from disttrain_cli.models.layer import PipelineLayer
 
 
 class SeededDropout(nn.Module):
-    """Stands where a class has nn.Dropout; `begin` comes before every forward of its layer.
+    """Replacement of nn.Dropout; `begin` must run before every forward of its layer.
 
-    `divided`: what it is first called with has a part of the features, on each rank of a TP group
-    another: of each of so many equal parts that lie side by side the same share; 0: has all.
+    `divided`: the input of its first call per forward has a TP rank's shard of the features, taken
+    alike from each of this many packed parts; 0: it has all features.
     """
 
     def __init__(self, p: float, key: int, divided: int) -> None:
         super().__init__()
         self.p, self.key, self.divided = p, key, divided
-        self.rows: Tensor | None = None  # [R] a hash of each row's item and number
+        self.rows: Tensor | None = None  # [R] hash of each row's item and index in it
         self.calls, self.tp, self.tp_rank = 0, 1, 0
 
     def begin(self, rows: Tensor | None, *, tp: int = 1, tp_rank: int = 0) -> None:
-        """What the tensors of the coming forward hold, along their first dimension, or this rank's
-        own part of it; None: drop nothing."""
+        """Set the row hashes of the coming forward, of all or of local rows; None: drop nothing."""
         self.rows, self.calls = rows, 0
         self.tp, self.tp_rank = tp, tp_rank
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Zero a share `p` of the numbers and scale the others by 1 / (1 − p)."""
+        """Zero a share `p` of the elements and scale the others by 1 / (1 − p)."""
         if not self.training or self.rows is None:
             return hidden
         self.calls += 1
         width, rows = hidden.shape[-1], self.rows
         if len(hidden) < len(rows):
             rows = rows[slice(*own_rows(len(rows), self.tp, self.tp_rank))]
-        # of the dimensions between
+        # indices over the dimensions between rows and features
         before = torch.arange(hidden.shape[1:-1].numel(), device=hidden.device)
         columns = torch.arange(width, device=hidden.device)
         if self.divided and self.calls == 1:
@@ -66,8 +65,10 @@ class SeededDropout(nn.Module):
 
 
 class OfAdapter(SeededDropout):
-    """Drops of what an adapter reads: rows [R, D], whatever their first dimensions are; where items
-    have several rows that the layer does not count, as in a U-Net, [N, …, D]."""
+    """Dropout of an adapter's input: rows [R, D], whatever their leading dimensions.
+
+    If items have several rows that the layer does not count, as in a U-Net: [N, …, D].
+    """
 
     def forward(self, hidden: Tensor) -> Tensor:
         if not self.training or self.rows is None or not len(self.rows):
@@ -79,12 +80,12 @@ class OfAdapter(SeededDropout):
 
 
 def of_adapter(layer: PipelineLayer, path: str, p: float, divided: int) -> OfAdapter:
-    """The dropout before the adapter of the linear at a path."""
+    """Return the dropout before the adapter of the linear at a path."""
     return OfAdapter(p, _key(f"{layer.name}/{path}.lora_dropout"), divided)
 
 
 def seeded(layer: PipelineLayer) -> None:
-    """Replace every nn.Dropout of a layer that drops something (`announce`)."""
+    """Replace every active nn.Dropout of a layer by a seeded one (`announce`)."""
     dropouts = []
     for path, part in list(layer.named_modules()):
         if isinstance(part, nn.Dropout) and part.p:
@@ -98,8 +99,10 @@ def seeded(layer: PipelineLayer) -> None:
 
 
 def announce(layer: PipelineLayer, dropouts: Sequence[SeededDropout]) -> None:
-    """Have a layer tell these of its parts the rows of a batch before it runs; the layer then asks
-    for the items' seeds."""
+    """Register dropouts with their layer, which updates them before each forward.
+
+    The layer then requires the items' seeds of its batches.
+    """
     if dropouts and not layer.dropouts:
         layer.needs = (*layer.needs, "dropout")
         layer.register_forward_pre_hook(begin)
@@ -107,7 +110,7 @@ def announce(layer: PipelineLayer, dropouts: Sequence[SeededDropout]) -> None:
 
 
 def begin(layer: Any, given: tuple[Any, ...]) -> None:
-    """Tell a layer's dropouts the rows of the batch that it is given: with the state before it."""
+    """Pass the rows of a batch to a layer's dropouts; a forward pre-hook on (state, batch)."""
     seeds_N, counts = layer.seeded_rows(given[1])
     rows = row_hashes(seeds_N, counts) if layer.trained and seeds_N is not None else None
     if rows is not None:
@@ -123,9 +126,9 @@ def _key(name: str) -> int:
 
 
 def row_hashes(seeds_N: Tensor, counts: list[int]) -> Tensor:
-    """[R] int64: one number for each row of each item."""
+    """Return [R] int64: a hash for each row of each item."""
     repeats = np.asarray(counts, dtype=np.int64)
-    # what the counts alone say is made where they are: on the host
+    # values that depend on the counts alone are computed on the host
     items = np.repeat(np.arange(len(counts)), repeats)
     numbers = np.arange(len(items)) - np.repeat(repeats.cumsum() - repeats, repeats)
     item_R, number_R = (
@@ -135,10 +138,10 @@ def row_hashes(seeds_N: Tensor, counts: list[int]) -> Tensor:
 
 
 def _dropped(rows_R: Tensor, positions_W: Tensor, p: float) -> Tensor:
-    """[R, W] bool: a share `p`.
+    """Return [R, W] bool, True for a share `p`.
 
     Rows and positions are hashed in 64 bits, their sums in 32 (lowbias32, Wellons 2018, up to the
-    step that only changes lower bits): the mask of a long sequence is as large as what it drops of.
+    step that only changes lower bits): the mask of a long sequence is as large as its input.
     """
     drawn = _upper(mix(rows_R))[:, None] + _upper(mix(positions_W))
     drawn ^= (drawn >> 16) & 0xFFFF
@@ -149,13 +152,12 @@ def _dropped(rows_R: Tensor, positions_W: Tensor, p: float) -> Tensor:
 
 
 def _upper(values: Tensor) -> Tensor:
-    """The upper half of int64 as int32."""
+    """Return the upper half of int64 as int32."""
     return (values >> 32).to(torch.int32)
 
 
 def mix(values: Tensor) -> Tensor:
-    """SplitMix64's finaliser on int64, whose products wrap around like those of unsigned
-    numbers."""
+    """Return SplitMix64's finaliser on int64; products wrap around as if unsigned."""
     values = values + _GOLDEN
     values = (values ^ _shifted(values, 30)) * _FIRST
     values = (values ^ _shifted(values, 27)) * _SECOND
@@ -163,7 +165,7 @@ def mix(values: Tensor) -> Tensor:
 
 
 def _shifted(values: Tensor, bits: int) -> Tensor:
-    """A logical shift to the right: torch's own keeps the sign."""
+    """Return a logical shift to the right; torch's own preserves the sign."""
     return (values >> bits) & ((1 << (64 - bits)) - 1)
 
 

@@ -1,5 +1,4 @@
-"""Real weights out: folders that transformers and diffusers load with `from_pretrained`, written
-layer by layer."""
+"""Export of weights, layer by layer, to folders that `from_pretrained` loads."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ FILE_BYTES = 4 * 2**30
 
 @dataclass(frozen=True)
 class Written:
-    """A folder that was written."""
+    """Summary of a written folder."""
 
     folder: str
     loads_with: str  # class of transformers or diffusers
@@ -59,8 +58,8 @@ def write_model(
 
     Args:
         architecture: its name in `architectures.ARCHITECTURES`, or "vae".
-        layers: all layers that have a part of it, without memory for their weights.
-        read: whole tensors of a layer by the paths of its parameters.
+        layers: all layers that hold a part of it, without memory for their weights.
+        read: returns the unsharded tensors of a layer by the paths of its parameters.
     """
     model = on_meta(architecture, config)
     tied = any(layer.tied for layer in layers)
@@ -84,14 +83,14 @@ def write_whole(
 ) -> Written:
     """Write the folder of a whole published model again, with other weights.
 
-    What nothing here reads (blocks after the one whose output is read, a pooling head) is taken
-    from the published folder.
+    Tensors that no layer covers (blocks after the one whose output is read, a pooling head) are
+    copied from the published folder.
 
     Args:
-        change: what becomes of a tensor that nothing here reads, by its name in the class.
+        change: transforms a tensor that no layer covers, by its name in the class.
         layers: by module all its layers, without memory for their weights.
-        changed: by module fields of its configuration that differ from the published one's.
-        read: whole tensors of a layer by the paths of its parameters.
+        changed: by module the fields of its configuration that differ from the published ones.
+        read: returns the unsharded tensors of a layer by the paths of its parameters.
     """
     config = whole_config(published)
     model = on_meta(published.model_type, config)
@@ -126,7 +125,7 @@ def write_whole(
 
 
 class _Part:
-    """What of a file comes from a layer."""
+    """Tensors of a file that come from a layer."""
 
     def __init__(
         self,
@@ -143,7 +142,7 @@ class _Part:
         self.shapes = self._named(
             {path: tensor for path, tensor in blank.items() if path not in layer.tied}
         )
-        #: names of tensors that are another layer's, and not written again
+        #: names of tied tensors, which another layer writes
         self.shared = self._named({path: blank[path] for path in layer.tied}).keys()
 
     @property
@@ -153,11 +152,11 @@ class _Part:
 
     @property
     def elements(self) -> int:
-        """Numbers in all of its tensors."""
+        """Number of elements in all of its tensors."""
         return sum(tensor.numel() for tensor in self.shapes.values())
 
     def tensors(self) -> dict[str, Tensor]:
-        """Its tensors by their names in the file."""
+        """Return its tensors by their names in the file."""
         tensors, tied = self._read(self._layer), self._layer.tied
         return self._named({path: tensors[path] for path in tensors if path not in tied})
 
@@ -176,7 +175,7 @@ class _Part:
 
 @dataclass(frozen=True)
 class _Stored:
-    """A tensor of the published folder that is written again."""
+    """Tensor of the published folder that is written again."""
 
     weights: Weights
     stored: str
@@ -190,11 +189,11 @@ class _Stored:
 
     @property
     def elements(self) -> int:
-        """Numbers in it."""
+        """Number of its elements."""
         return torch.Size(self.weights.shape(self.stored)).numel()
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensor by its name in the file."""
+        """Return the tensor by its name in the file."""
         return {self.name: self.change(self.weights.read(self.stored))}
 
 
@@ -205,8 +204,7 @@ def _write_weights(
     dtype: torch.dtype,
     most_bytes: int,
 ) -> int:
-    """Write safetensors files, and an index where there are several; returns how many numbers
-    they hold."""
+    """Write safetensors files, with an index if several; return the number of elements."""
     files = list(_files(parts, dtype.itemsize, most_bytes))
     file_of: dict[str, str] = {}
     total = 0
@@ -234,8 +232,10 @@ def _write_weights(
 def write_own(
     path: Path, layers: Sequence[PipelineLayer], read: Read, dtype: torch.dtype
 ) -> dict[str, list[int]]:
-    """Write the parameters that no published model and no adapter has (projectors), as
-    LAYER.PARAMETER; returns their shapes."""
+    """Write the parameters that no published model and no adapter has (projectors).
+
+    They are named LAYER.PARAMETER; returns their shapes.
+    """
     tensors = {}
     for layer in layers:
         names = [name for name, _ in layer.named_parameters() if layer.published_path(name) is None]
@@ -248,7 +248,7 @@ def write_own(
 
 
 def _write_config(folder: Path, model: Any, config: Any, dtype: torch.dtype, tied: bool) -> str:
-    """Write `config.json`; returns the stem of the weight files' names."""
+    """Write `config.json`; return the stem of the weight files' names."""
     folder.mkdir(parents=True)
     if isinstance(config, dict):
         model.save_config(folder)
@@ -258,22 +258,23 @@ def _write_config(folder: Path, model: Any, config: Any, dtype: torch.dtype, tie
     if hasattr(config, "tie_word_embeddings"):
         config.tie_word_embeddings = tied
     if hasattr(config, "vision_use_head"):
-        config.vision_use_head = False  # SigLIP's pooling, which nothing here reads
+        config.vision_use_head = False  # SigLIP's pooling head, which is not trained
     config.save_pretrained(folder)
     return "model"
 
 
 def import_path(made: type) -> str:
-    """Where a class can be imported from: the library itself if it exports the class, else its
-    module."""
+    """Return the import path of a class, from the library itself if it exports the class."""
     library = import_module(made.__module__.partition(".")[0])
     home = library.__name__ if hasattr(library, made.__name__) else made.__module__
     return f"{home}.{made.__name__}"
 
 
 def _saved_names(model: Any) -> dict[str, str]:
-    """How the library would name the model's tensors in a file, where it differs from the names in
-    its class."""
+    """Return the library's names of the model's tensors in a file, by their names in the class.
+
+    Empty for libraries other than transformers.
+    """
     from transformers import PreTrainedModel
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -289,7 +290,7 @@ def _saved_names(model: Any) -> dict[str, str]:
 def _files(
     parts: Sequence[_Part | _Stored], itemsize: int, most_bytes: int
 ) -> Iterator[list[_Part | _Stored]]:
-    """Consecutive parts of each file."""
+    """Yield the consecutive parts of each file."""
     in_file: list[_Part | _Stored] = []
     filled = 0
     for part in parts:
@@ -304,15 +305,15 @@ def _files(
 
 
 def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
-    """Write a safetensors file; OSError where it cannot be written."""
+    """Write a safetensors file; raise OSError if it cannot be written."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
     path.touch()
-    mode = stat.S_IMODE(path.stat().st_mode)  # the library puts a file of 0600 in its place
+    mode = stat.S_IMODE(path.stat().st_mode)  # the library replaces it by a file of mode 0600
     try:
         save_file(whole, path, metadata={"format": "pt"})
-    except SafetensorError as error:  # of a full disk, too
+    except SafetensorError as error:  # also raised when the disk is full
         raise OSError(str(error)) from None
     path.chmod(mode)

@@ -1,11 +1,10 @@
-"""FLOPs of every layer, counted from the operators on the meta device, as polynomials in
-`spec.work`.
+"""FLOPs of every layer, counted on the meta device, as polynomials in `spec.work`.
 
-Model FLOPs, as in MFU: a sequence counts as its samples, unpadded, each attending itself alone;
+Model FLOPs, as in MFU: a sequence counts as its samples, unpadded, each attending to itself alone;
 attention within a sample is not discounted for causality. So the LLM is counted on one sample per
-sequence, L = its tokens; padding is not in it. Sliding windows are: a sample counts the pairs of
-tokens that they leave (`ModelInputs.length_sq`), so what is counted here without them is the price
-of a pair.
+sequence, L = its tokens; padding does not count. Sliding windows do: a sample counts the pairs of
+tokens that they leave (`ModelInputs.length_sq`), so the count here, without windows, is the cost
+per pair.
 """
 
 from __future__ import annotations
@@ -38,12 +37,11 @@ class LayerFlops:
     forward: Polynomial
     backward: Polynomial
     backward_input: Polynomial
-    weights: Polynomial  # of the backward, what the weights' part of one in two parts has
+    weights: Polynomial  # weight-gradient part (W) of a split backward
 
 
 class Counts(NamedTuple):
-    """FLOPs of one pass of a layer: forward, gradients of weights and inputs, gradients of inputs
-    alone."""
+    """FLOPs of one pass of a layer: forward, full backward, gradients of inputs alone."""
 
     forward: int
     backward: int
@@ -51,9 +49,9 @@ class Counts(NamedTuple):
 
 
 def layer_flops(layer: PipelineLayer, state: Mapping[str, Tensor], batch: Batch) -> Counts:
-    """FLOPs of a layer on these inputs, on any device, best meta.
+    """Return the FLOPs of a layer for these inputs, on any device, preferably meta.
 
-    Both backwards include the gradients of all inputs in `state` that ask for one.
+    Both backwards include the gradients of all inputs in `state` that require one.
     """
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -80,8 +78,10 @@ def layer_flops(layer: PipelineLayer, state: Mapping[str, Tensor], batch: Batch)
 
 
 def weight_flops(layer: PipelineLayer, state: Mapping[str, Tensor], batch: Batch) -> int:
-    """FLOPs of a layer's backward that its weights' part has (`weight_parts`); the layer is split
-    afterwards."""
+    """Return the FLOPs of the weight gradients (W) in a layer's split backward (`weight_parts`).
+
+    The layer itself stays converted to the split backward.
+    """
     from torch.utils.flop_counter import FlopCounterMode
 
     split(layer)
@@ -97,8 +97,7 @@ def weight_flops(layer: PipelineLayer, state: Mapping[str, Tensor], batch: Batch
 
 
 def _without_scores(operator: Any) -> Callable[..., int]:
-    """FLOPs of attention's backward without the scores that a kernel computes again: four products
-    of five."""
+    """Return a counter of attention's backward without recomputed scores: 4 of its 5 products."""
     from torch.utils.flop_counter import flop_registry
 
     def counted(*args: Any, **kwargs: Any) -> int:
@@ -110,7 +109,7 @@ def _without_scores(operator: Any) -> Callable[..., int]:
 
 @of_model
 def count_flops(run: Run) -> dict[str, dict[str, LayerFlops]]:
-    """FLOPs of all layers of a run's model, by module and kind of layer.
+    """Return the FLOPs of all layers of a run's model, by module and kind of layer.
 
     Raises:
         SpecError: the model's configuration is wrong.
@@ -139,7 +138,7 @@ def count_flops(run: Run) -> dict[str, dict[str, LayerFlops]]:
 
 
 def _sizes(head: Head | None) -> list[dict[str, Any]]:
-    """Probe sizes that tell the features of `Work` apart."""
+    """Return probe sizes for which the features of `Work` are linearly independent."""
     if head is None:
         return [
             {"documents": [[length]] * sequences, "length": length}
@@ -155,10 +154,10 @@ def _sizes(head: Head | None) -> list[dict[str, Any]]:
 
 
 def _exact(works: Sequence[Work], counts: Sequence[int], head: Head | None) -> Polynomial:
-    """The polynomial through all counts; where all items have one size, their FLOPs are per item.
+    """Return the polynomial through all counts; a constant per item if all items have one size.
 
-    A projector works once per block of merge² patches, so that FLOPs of a patch need not be whole
-    numbers, while those of the smallest item are.
+    A projector works once per block of merge² patches, so that FLOPs of a patch need not be
+    integers, while those of the smallest item are.
     """
     smallest = 1 if head is None else math.prod(head.grid_of(head.period, head.period))
     alike = head is not None and head.alike

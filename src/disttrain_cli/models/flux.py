@@ -1,11 +1,10 @@
-"""diffusers' FluxTransformer2DModel as pipeline layers: projector, in, double block × n, single
-block × m, out with the image loss.
+"""diffusers' FluxTransformer2DModel as pipeline layers.
 
-A flow like SD3 (`sd3`), whose patches are 2 × 2 latents, whose positions are rotations of queries
-and keys by an image's rows and columns (`rotary`), and whose last blocks
-have one set of weights for image and conditioning together, attention and FFN side by side. A model
-that is distilled to a guidance scale (`guidance_embeds`) is told `GUIDANCE`, in training and in
-drawing.
+In order: projector, in, double block × n, single block × m, out with the image loss. A flow like
+SD3 (`sd3`), but its patches are 2 × 2 latents, its positions are rotations of queries and keys by
+an image's rows and columns (`rotary`), and its last blocks have one set of weights for image and
+conditioning together, with attention and FFN in parallel. A model that is distilled to a guidance
+scale (`guidance_embeds`) receives `GUIDANCE`, in training and in sampling.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from disttrain_cli.models.processors import with_own_attention
 from disttrain_cli.models.rotary import turns
 from disttrain_cli.models.sd3 import DIVISION
 
-#: What diffusers trains guidance-distilled models with.
+#: Guidance scale with which diffusers trains guidance-distilled models.
 GUIDANCE = 3.5
 #: Times and guidance are embedded in thousandths.
 SCALE = 1000.0
@@ -50,7 +49,7 @@ SINGLE = Division(
 
 
 class Stream:
-    """The tensors that go from block to block."""
+    """Tensors passed from block to block."""
 
     def __init__(self, width: int, canvas: Canvas) -> None:
         self.canvas = canvas
@@ -60,8 +59,7 @@ class Stream:
 
 
 class In(Start):
-    """Noisy latents → patches; timestep and pooled context → modulation; conditioning → the blocks'
-    width."""
+    """Noisy latents → patches; timestep and pooled context → modulation; projected conditioning."""
 
     def __init__(self, module: str, whole: Any, canvas: Canvas, stream: Stream) -> None:
         super().__init__(module, canvas)
@@ -95,7 +93,7 @@ class In(Start):
 
 
 class Block(GeneratorLayer):
-    """One diffusers FluxTransformerBlock or FluxSingleTransformerBlock."""
+    """diffusers' FluxTransformerBlock or FluxSingleTransformerBlock."""
 
     reads = ("patches", "conditioning", "time_embedding")
 
@@ -154,10 +152,12 @@ def makers(
     llm_width: int,
     loss_weight: float,
 ) -> list[LayerMaker]:
-    """The layers of Flux's transformer in pipeline order; weights start as diffusers starts them.
+    """Return the layer factories of Flux's transformer in pipeline order.
+
+    Weights are initialised as in diffusers.
 
     Raises:
-        SpecError: diffusers refuses the configuration.
+        SpecError: diffusers rejects the configuration.
     """
     whole = cache(partial(whole_model, module, "flux", config))
     stream = Stream(whole().inner_dim, canvas)

@@ -1,11 +1,10 @@
-"""What one rank's part of a layer holds and sends while it runs, recorded on the meta device at any
-size.
+"""Memory and messages of one rank's shard of a layer, recorded on the meta device at any size.
 
-The layer's own code runs forward and backward, as a stage runs it between other layers: what a
-layer before it made is there until nothing needs it, the gradient of its output comes from behind,
-and gradients of weights are gone as soon as they are added to their sums. Storages are followed
-from their making to their end, and a TP group that sends nothing notes what it was asked to send.
-What kernels hold of their own is stated (`models.workspaces`).
+The layer's own code runs forward and backward, as a stage runs it between other layers: its input
+stays allocated until nothing needs it, the gradient of its output comes from outside, and weight
+gradients are freed as soon as they are added to their sums. Storages are tracked from allocation to
+release, and a TP group that sends nothing records the requested messages. Workspaces inside kernels
+come from a table (`models.workspaces`).
 """
 
 from __future__ import annotations
@@ -30,44 +29,44 @@ Operation = Literal["all_gather", "reduce_scatter", "all_reduce", "pass"]
 
 
 class Message(NamedTuple):
-    """One collective of a TP group, of a gather and a scatter the bytes of the whole; or a chunk
-    that each rank passes on to the next."""
+    """One collective of a TP group, or one chunk passed on to the next rank.
+
+    For a gather or a scatter the bytes are those of the full tensor.
+    """
 
     operation: Operation
     bytes: int
 
 
 class Begun(NamedTuple):
-    """A message sets out, behind those begun before it and once what was computed before is
-    there."""
+    """Start of a message, after earlier messages and the computation of its data."""
 
     message: Message
     number: int
 
 
 class Waited(NamedTuple):
-    """What is computed from now on needs the message of this number."""
+    """Point from which computation depends on the message of this number."""
 
     number: int
 
 
 class Footprint(NamedTuple):
-    """One forward and one backward of a layer."""
+    """Memory and messages of one forward and one backward of a layer."""
 
-    kept_bytes: int  # from the forward to the backward, the input a part of it if it is kept
-    transient_bytes: int  # the most that the forward or the backward holds beyond that at a time
+    kept_bytes: int  # from forward to backward, including the input if it is saved
+    transient_bytes: int  # peak of the forward or the backward beyond that
     forward: list[Message]
-    backward: list[Message]  # where it recomputes, those of the second forward first
-    deferred_bytes: int = 0  # from the backward to the weights' part, where it has two parts
-    symmetric_bytes: int = 0  # beside all of that: its TP group's symmetric memory, which stays
+    backward: list[Message]  # with recomputation, those of the second forward first
+    deferred_bytes: int = 0  # from the backward to the deferred weight gradients, if it is split
+    symmetric_bytes: int = 0  # additional, permanent: its TP group's symmetric memory
 
 
 @dataclass(frozen=True)
 class Noted(Group):
-    """A TP group as its first rank sees it, on the meta device: what it is asked to send is noted,
-    nothing is sent.
+    """TP group as seen by its first rank on the meta device: records messages, sends nothing.
 
-    Each is told to all of `hear` as it begins and as it is waited for.
+    Each message is reported to all of `hear` when it begins and when it is waited for.
     """
 
     ranks: Any = None
@@ -115,9 +114,11 @@ def footprint(
     """Run a layer on the meta device, in the TP group that it has joined, if any.
 
     Args:
-        state: what it reads, of this rank; gradients are asked for where its tensors ask for them.
-        recompute: keep its inputs only and run the forward again in the backward.
-        deferring: compute the gradients of weights afterwards; the layer is split (`weight_parts`).
+        state: the layer's inputs on this rank; gradients are computed for tensors that require
+            them.
+        recompute: save only the inputs and run the forward again in the backward.
+        deferring: compute weight gradients afterwards; the layer has a split backward
+            (`weight_parts`).
     """
     prepared, group = len(batch.tensors()), layer.group
     sent = group.sent if isinstance(group, Noted) else []
@@ -145,7 +146,7 @@ def footprint(
         del roots
         waiting = follow.alive if deferring else 0
         add_weight_gradients(parts)
-    # what a stage makes of the batch, once for all layers, does not count
+    # tensors that a stage prepares once per batch for all layers do not count
     if len(batch.tensors()) > prepared:
         return footprint(layer, state, batch, recompute, deferring)
     return Footprint(kept, follow.most - kept, forward, list(sent), waiting, follow.symmetric)
@@ -156,8 +157,7 @@ def _forget(weight: Tensor) -> None:
 
 
 def _enter(tensor: Tensor) -> Tensor:
-    """A tensor like this one, as if a layer before had made it: nobody holds it but who reads
-    it."""
+    """Return a tensor like this one as an earlier layer's output, referenced by its reader only."""
     if not tensor.requires_grad:
         return torch.empty_like(tensor)
     return _Enter.apply(torch.empty((), device=tensor.device, requires_grad=True), tensor.detach())
@@ -174,8 +174,7 @@ class _Enter(torch.autograd.Function):
 
 
 class _Leave(torch.autograd.Function):
-    """Hands a layer's output on: nobody holds it any more, and its gradient is made when it is
-    needed."""
+    """Consumes a layer's output without keeping it; its gradient is created on demand."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
@@ -188,13 +187,12 @@ class _Leave(torch.autograd.Function):
 
 
 class _Follow(SignatureMode):
-    """Bytes of the storages made while it is active: those alive, and the most that ever were,
-    workspaces with them; and the symmetric memory of a group."""
+    """Tracks the bytes of storages created while active: alive, peak with workspaces, symmetric."""
 
     def __init__(self, known: list[Tensor]) -> None:
         super().__init__()
         self.alive = self.most = self.symmetric = 0
-        self._known = known  # and held, so that their storages' addresses are not given out again
+        self._known = known  # held, so that their storages' addresses are not reused
         self._sizes = {tensor.untyped_storage()._cdata: 0 for tensor in known}
 
     def count(

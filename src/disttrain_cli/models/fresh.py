@@ -1,4 +1,4 @@
-"""Random weights for the folder of a whole model, as its class draws them."""
+"""Random weights for the folder of a whole model, initialised by its class."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from disttrain_cli.spec.families.folder import read_folder
 
 
 def random_weights(folder: Path, seed: int) -> tuple[str, bytes]:
-    """Name and content of the weight file that a folder with a `config.json` lacks: the same for
-    the same seed.
+    """Return name and content of the weight file that a folder with a `config.json` lacks.
 
-    A tied head is not written a second time.
+    Equal seeds give equal weights. A tied head is not written twice.
 
     Raises:
         SpecError: the folder holds no whole model of a known family, or one that its class does not

@@ -1,7 +1,7 @@
-"""Parts of published layers as autograd functions that fix what is kept for the backward.
+"""Parts of published layers as autograd functions that control what is saved for the backward.
 
-Left to autograd, transformers' RMSNorm keeps two fp32 copies of its input, and a gated feed-forward
-its activation: a block of Llama 7B 40 % more than it needs. What is not kept is computed again.
+Left to autograd, transformers' RMSNorm saves two fp32 copies of its input, and a gated feed-forward
+its activation: 40 % more than a block of Llama 7B needs. What is not saved is recomputed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from disttrain_cli.models.kernels import gated_by_silu, turned
 
 
 def on_gpu(tensor: Tensor) -> bool:
-    """Whether a tensor is on a GPU, for which "meta" stands."""
+    """Return True if a tensor is on a GPU, for which "meta" stands."""
     return tensor.is_cuda or tensor.is_meta
 
 
@@ -33,7 +33,7 @@ class RmsNorm(nn.Module):
 
 
 class _RmsNorm(torch.autograd.Function):
-    """Keeps x, and one number of each row."""
+    """RMSNorm that saves x and one scale per row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -89,8 +89,8 @@ def _backward_shapes(
     )
 
 
-# torch's own operators fall apart into others wherever no device has kernels of them: on "meta" and
-# in builds for CPUs.
+# torch's own operators decompose on devices without a fused kernel: on "meta" and in builds for
+# CPUs.
 for _name, _kernel, _shape in (
     ("rms_norm", _on_cuda, _shapes),
     ("rms_norm_backward", _backward_on_cuda, _backward_shapes),
@@ -100,7 +100,7 @@ for _name, _kernel, _shape in (
 
 
 class _KernelRmsNorm(torch.autograd.Function):
-    """The same in torch's own kernels, one forward."""
+    """RMSNorm in torch's own fused kernels."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -123,7 +123,7 @@ def _exact(x: Tensor) -> Tensor:
 
 
 def with_own_norms(layer: nn.Module) -> nn.Module:
-    """The layer with our RMSNorm in the place of the library's own, under the same names."""
+    """Replace a library layer's RMSNorm modules by ours, under the same names; return the layer."""
     for path, part in list(layer.named_modules()):
         if type(part).__name__.endswith("RMSNorm"):
             norm: Any = part
@@ -139,7 +139,7 @@ def rotated(
     cos_NLD: Tensor,
     sin_NLD: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """transformers' `apply_rotary_pos_emb` of a family: on a GPU in one kernel for each tensor."""
+    """Replace transformers' `apply_rotary_pos_emb`: on a GPU one kernel per tensor."""
     whole = cos_NLD.shape == (len(query_NHLD), *query_NHLD.shape[2:])
     if not (whole and on_gpu(query_NHLD)):
         made: tuple[Tensor, Tensor] = library(query_NHLD, key_NGLD, cos_NLD, sin_NLD)
@@ -154,12 +154,12 @@ def rotated(
 
 
 def with_rows_added(whole_RD: Tensor, rows: Tensor, more: Tensor) -> Tensor:
-    """The tensor with `more` added to the rows of these numbers, each there once."""
+    """Return the tensor with `more` added to its rows `rows`, which are distinct."""
     return _RowsAdded.apply(whole_RD, rows, more)
 
 
 class _RowsAdded(torch.autograd.Function):
-    """Keeps the numbers of the rows alone, where autograd keeps what is added too."""
+    """Row-wise addition that saves only the row indices, where autograd also saves the addend."""
 
     @staticmethod
     def forward(ctx: Any, whole_RD: Tensor, rows: Tensor, more: Tensor) -> Tensor:
@@ -173,13 +173,15 @@ class _RowsAdded(torch.autograd.Function):
 
 
 def gated_mlp(mlp: Any, rows_RD: Tensor) -> Tensor:
-    """A gated feed-forward of transformers: down(act(gate(x)) · up(x)) (Shazeer 2020, arXiv
-    2002.05202)."""
+    """Return down(act(gate(x)) · up(x)), transformers' gated feed-forward.
+
+    See Shazeer 2020, arXiv 2002.05202.
+    """
     return mlp.down_proj(gated(mlp.gate_proj(rows_RD), mlp.up_proj(rows_RD), mlp.act_fn))
 
 
 def gated(gate: Tensor, up: Tensor, act: Callable[[Tensor], Tensor]) -> Tensor:
-    """act(gate) · up, of which gate and up are kept."""
+    """Return act(gate) · up; only gate and up are saved."""
     if type(act).__name__ in _SILU and on_gpu(gate):
         return gated_by_silu(gate, up)
     return _Gated.apply(gate, up, act)

@@ -1,10 +1,10 @@
-"""Keys and values of all rows on every rank of a CP group, each of which attends with the queries
-of its own rows (Llama 3, arXiv 2407.21783, section 3.3.2).
+"""All-gather context parallelism: keys and values of all rows on every rank of a CP group.
 
-One all-gather brings them before attention, in the order of the rows, and one reduce-scatter sums
-their gradients. Every run of a rank's rows attends to those from its first segment's beginning on,
-in one call of the kernel, which is given a view of them. So they are kept once, whole, from the
-forward to the backward.
+Each rank attends with the queries of its local rows (Llama 3, arXiv 2407.21783, section 3.3.2). One
+all-gather collects keys and values before attention, in the order of the rows, and one
+reduce-scatter sums their gradients. Every run of a rank's rows attends to the rows from its first
+segment's beginning on, in one kernel call on a view of them. So the gathered tensor is saved once
+from forward to backward.
 """
 
 from __future__ import annotations
@@ -21,20 +21,19 @@ from disttrain_cli.models.group import Group, all_gathered, reduce_scattered
 def gathered(
     key_RGD: Tensor, value_RGD: Tensor, rows: int, order: tuple[Tensor, Tensor] | None, cp: Group
 ) -> Tensor:
-    """Own rows of keys and values → all `rows` rows [R, 2 G, D], in their order.
+    """Return keys and values of all `rows` rows [R, 2 G, D] in order, from local ones.
 
     Args:
-        order: [R] which row each of the ranks' rows is, and the way back; None = in their order.
+        order: [R] original index of each of the ranks' rows, and the inverse; None = in order.
     """
     made: Tensor = _Gathered.apply(torch.cat([key_RGD, value_RGD], 1), rows, order, cp)
     return made
 
 
 def taken(whole_RGD: Tensor, rows: slice) -> tuple[Tensor, Tensor, Tensor]:
-    """These rows of keys and of values, as views, and all of both, for the next who takes some.
+    """Return views of these rows' keys and values, and the full tensor for the next call.
 
-    Where each takes what the one before leaves, their gradients are added to one tensor, and only
-    one of them is there at a time.
+    If each call takes the full tensor of the previous one, gradients accumulate in a single tensor.
     """
     key_RGD, value_RGD, left = _Taken.apply(whole_RGD, rows)
     return key_RGD, value_RGD, left

@@ -1,5 +1,4 @@
-"""What all image generators share: the projector in front, noisy images in, predictions and the
-image loss out.
+"""Common parts of all image generators: projector, noising, predictions and image loss.
 
 Timestep and noise of an image are drawn from its own seed on the CPU, so they do not depend on rank
 or device; the last layer draws them again instead of receiving them.
@@ -24,26 +23,26 @@ from disttrain_cli.spec.buckets import Buckets
 
 @dataclass(frozen=True)
 class Canvas:
-    """What is denoised."""
+    """Denoised images or latents of a generator."""
 
-    # channels, height, width: of the image, or of a VAE's latents; of those that are drawn
+    # channels, height, width of the denoised tensor (image or a VAE's latents) when sampling
     shape: tuple[int, int, int]
     noise: Noise
-    image_size: int  # pixels
-    # a VAE's layer before the generator leaves them; else they are in the batch
+    image_size: int  # pixels per side
+    # True: a VAE layer before the generator writes latents; else they are in the batch
     reads_latents: bool
-    index: int = 0  # of the generator among the model's
-    posterior: Posterior | None = None  # where the batch has a VAE's moments of them
-    buckets: Buckets | None = None  # sizes that are trained, where they differ
+    index: int = 0  # index of the generator in the model
+    posterior: Posterior | None = None  # set if the batch holds a VAE's moments
+    buckets: Buckets | None = None  # training sizes, if they differ
 
     def grid(self, batch: Batch, patch: int) -> tuple[int, int]:
-        """Rows and columns of patches of a batch's images, which are of one size."""
+        """Return rows and columns of patches of a batch's images, which share one size."""
         if self.buckets is not None:
             return batch.of("target").grids[0]
         return self.shape[1] // patch, self.shape[2] // patch
 
     def patches(self, count: int, width: int) -> TensorSpec:
-        """The state tensor of patches [P, D] of an image, or of each patch where sizes differ."""
+        """Return the state tensor of an image's patches [P, D]; with buckets a row per patch."""
         if self.buckets is not None:
             return TensorSpec("patches", "target", "patches", (width,))
         return TensorSpec("patches", "target", "one", (count, width))
@@ -55,11 +54,11 @@ class Canvas:
 
     @property
     def needs(self) -> str:
-        """Field of the batch that the layers which see clean images need."""
+        """Batch field required by the layers that read clean images."""
         return "weights" if self.reads_latents else targets_field(self.index)
 
     def clean(self, state: dict[str, Tensor], batch: Batch) -> Tensor:
-        """Images or latents without noise [N, C, H, W]; no gradients flow into them."""
+        """Return images or latents without noise [N, C, H, W]; no gradients flow into them."""
         if self.reads_latents:
             clean = state["latents"].detach()
             if self.buckets is None:
@@ -75,7 +74,7 @@ class Canvas:
         return latents
 
     def draw(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Timesteps and noise of the batch's targets."""
+        """Return timesteps and noise of the batch's targets."""
         height, width = self.shape[1:]
         if self.buckets is not None:
             height, width = self.buckets.denoised(batch.of("target").grids[0])
@@ -83,19 +82,18 @@ class Canvas:
 
 
 def targets_field(index: int) -> str:
-    """The field of the batch that brings the targets of a generator, by its index among the
-    model's."""
+    """Return the batch field with a generator's targets, by its index in the model."""
     return f"target.{index}" if index else "target"
 
 
 def targets_of(batch: Batch, index: int) -> Tensor:
-    """A generator's targets [N, C, H, W]."""
+    """Return a generator's targets [N, C, H, W]."""
     (targets,) = batch.of("target").values[index]
     return targets
 
 
 class GeneratorLayer(PipelineLayer):
-    """A layer whose items are the images to be generated.
+    """Layer whose items are the images to be generated.
 
     With `buckets` it runs once for the images of each size (`by_size`).
     """
@@ -108,7 +106,7 @@ class GeneratorLayer(PipelineLayer):
         return by_size(self, state, batch)
 
     def seeded_rows(self, batch: Batch) -> tuple[Tensor | None, list[int]]:
-        """Of an image to be generated one row, whatever a tensor has of it."""
+        """Return the items' seeds and one row per image, however many rows a tensor has for it."""
         return batch.of("target").seeds, [1] * len(batch.of("target"))
 
     def is_empty(self, state: dict[str, Tensor], batch: Batch) -> bool:
@@ -118,7 +116,7 @@ class GeneratorLayer(PipelineLayer):
 
 
 class Projector(GeneratorLayer):
-    """LLM rows → what the generator's cross-attention reads: two-layer MLP and norm.
+    """LLM rows → the generator's conditioning for cross-attention: two-layer MLP and norm.
 
     With `pooled` also one vector of that width per image: its rows' mean through a linear layer.
     """
@@ -173,15 +171,16 @@ class Start(GeneratorLayer):
         return self.start(state, noisy, canvas.noise.times(timesteps))
 
     def sigmas(self, steps: int) -> list[float] | None:
-        """Of so many steps from noise to an image, before any shift, as the family's pipeline in
-        diffusers asks its scheduler for them; None: the scheduler's own."""
+        """Return the noise levels of `steps` steps, before any shift; None: the scheduler's own.
+
+        They are those that the family's pipeline in diffusers passes to its scheduler.
+        """
         return None
 
     def start(
         self, state: dict[str, Tensor], noisy_NCHW: Tensor, times_N: Tensor
     ) -> dict[str, Tensor]:
-        """First tensors of given noisy images at given times, and of the conditioning in
-        `state`."""
+        """Return the first tensors for noisy images, their times, and `state`'s conditioning."""
         raise NotImplementedError
 
 
@@ -189,7 +188,7 @@ class Finish(GeneratorLayer):
     """The generator's last tensors → its prediction, and the image loss.
 
     loss = weight · Σ_i w_i · mean_i (prediction − goal)² / images to generate of the global batch.
-    Its name is `image`, or of a further generator `image/MODULE`.
+    Its name is `image`, or `image/MODULE` for further generators.
     """
 
     kind = "out"
@@ -217,29 +216,30 @@ class Finish(GeneratorLayer):
         return {f"{LOSS_PREFIX}{self.loss}": once(loss, self.group)}
 
     def predict(self, state: dict[str, Tensor], batch: Batch) -> Tensor:
-        """The prediction [N, C, H, W], float32, of images of one size."""
+        """Return the prediction [N, C, H, W], float32, for images of one size."""
         raise NotImplementedError
 
 
 def from_patches(pixels_NPV: Tensor, patch: int, grid: tuple[int, int]) -> Tensor:
-    """Images [N, C, H, W] of the values of their square patches in raster order, each [patch,
-    patch, C]; `grid`: their rows and columns."""
+    """Return images [N, C, H, W] from square patches in raster order, each [patch, patch, C].
+
+    `grid`: rows and columns of patches.
+    """
     image = pixels_NPV.unflatten(2, (patch, patch, -1)).unflatten(1, grid)
     return image.permute(0, 5, 1, 3, 2, 4).flatten(4, 5).flatten(2, 3)
 
 
 def to_patches(image_NCHW: Tensor, patch: int) -> Tensor:
-    """The inverse: values of the patches of images [N, P, patch · patch · C]."""
+    """Return the patches of images [N, P, patch · patch · C]; the inverse of `from_patches`."""
     patches = image_NCHW.unflatten(3, (-1, patch)).unflatten(2, (-1, patch))
     return patches.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)
 
 
 def even_sigmas(steps: int) -> list[float]:
-    """From 1 to 1/steps in equal steps, as pipelines of diffusers with dynamic shifts ask for."""
+    """Return equally spaced sigmas from 1 to 1/steps, for pipelines with dynamic shifts."""
     return [1 - step / steps for step in range(steps)]
 
 
 def filled(count: int, values: tuple[float, ...], like: Tensor) -> Tensor:
-    """The same values for each of `count` images [N, V], on the device and with the dtype of
-    `like`."""
+    """Return [N, V]: the same values for `count` images, with the device and dtype of `like`."""
     return constant(torch.tensor, values, device=like.device, dtype=like.dtype).expand(count, -1)

@@ -1,6 +1,6 @@
-"""A run's model as one list of layers in pipeline order: encoders, LLM, generators.
+"""Model of a run as one list of layers in pipeline order: encoders, LLM, generators.
 
-Everything else speaks of layers by their index in this list: a stage is a range of it, and a cut
+All other code refers to layers by their index in this list: a stage is a range of it, and a cut
 before layer i is crossed by `live_tensors(table, i)`.
 """
 
@@ -31,14 +31,13 @@ from disttrain_cli.spec.runfile import Run
 from disttrain_cli.spec.stage_graph import parallel_to
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-#: Answers of a function about models that are kept.
+#: Size of a function's cache of results per model.
 MOST = 128
 
 
 @dataclass(frozen=True)
 class LayerInfo:
-    """What is known of a layer without building it; the fields are those of
-    `layer.PipelineLayer`."""
+    """Static facts about a layer, known without building it; fields as in `layer.PipelineLayer`."""
 
     name: str
     module: str
@@ -47,16 +46,19 @@ class LayerInfo:
     writes: tuple[TensorSpec, ...]
     needs: tuple[str, ...]
     loss: str | None
-    parameters: int  # those that are another layer's are counted there
-    owners: frozenset[str]  # of what can be trained of it (`PipelineLayer.owner_of`)
+    parameters: int  # tied ones count in the layer that owns them
+    owners: frozenset[str]  # of its trainable parameters (`PipelineLayer.owner_of`)
     frozen: bool = False
     # `PipelineLayer.tied`
     tied: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
 
 def describe(run: Run) -> ModelInputs:
-    """What the model asks of its data, from the configurations alone; raises SpecError where they
-    are wrong."""
+    """Return the model's data requirements, from its configurations alone.
+
+    Raises:
+        SpecError: a configuration is wrong, or image encoders cut images into different patches.
+    """
     configs = read_configs(run)
     llm = next(config for config in configs.values() if config.kind == "llm")
     heads = list(_heads(run, configs).values())
@@ -87,16 +89,16 @@ def describe(run: Run) -> ModelInputs:
 
 _makers: dict[str, list[LayerMaker]] = {}
 _tables: dict[str, list[LayerInfo]] = {}
-_latest: tuple[Run, str] | None = None  # key of the makers of the run that was asked for last
+_latest: tuple[Run, str] | None = None  # latest run, and the key of its layer factories
 
 
 def layer_table(run: Run) -> list[LayerInfo]:
-    """All layers of the model in pipeline order, without memory for weights; remembered within a
-    process.
+    """Return all layers of the model in pipeline order, without memory for weights.
+
+    Cached per process.
 
     Raises:
-        SpecError: a module's configuration is wrong, or a name that is to be trained has no
-            weights.
+        SpecError: a module's configuration is wrong, or a name to be trained has no weights.
     """
     key = _remember_makers(run)
     if key not in _tables:
@@ -119,12 +121,12 @@ def build_layers(
     tp_rank: int | None = None,
     module_tp: Mapping[str, int] = MappingProxyType({}),
 ) -> list[PipelineLayer]:
-    """Layers `start` to `stop` (exclusive) of the model with their initial weights, and no others.
+    """Build only layers `start` to `stop` (exclusive) of the model, with their initial weights.
 
     A layer's initial weights depend on `train.seed` and its name only: they are the same on every
-    layout. With `tp_rank` each is that rank's part of them, cut from one whole layer after the
-    other. With `tp` alone it is of a part's shapes, compute only, and the whole layer is never in
-    memory. Layers of modules in `module_tp` have the TP named there.
+    layout. With `tp_rank` each layer is that rank's shard, cut from the full layer, one layer at a
+    time. With `tp` alone it has a shard's shapes, for compute only, and the full layer is never in
+    memory. Layers of modules in `module_tp` have the TP size named there.
     """
     makers = _makers[_remember_makers(run)]
     assert 0 <= start <= stop <= len(makers)
@@ -140,11 +142,11 @@ def build_layers(
 def live_tensors(
     table: Sequence[LayerInfo], cut: int, parallel: Container[int] = ()
 ) -> list[TensorSpec]:
-    """State tensors that cross the cut before layer `cut`: written before it and read at or after
-    it.
+    """Return the state tensors that cross the cut before layer `cut`.
 
-    Layers of `parallel` branches neither send nor take anything over it. In the order in which
-    tensors are first written, with the shape that the last writer before the cut gives them.
+    They are written before it and read at or after it; layers of `parallel` branches neither send
+    nor receive across it. In the order in which tensors are first written, with the shape of the
+    last writer before the cut.
     """
     before, after = (
         [table[number] for number in side if number not in parallel]
@@ -160,7 +162,7 @@ def live_tensors(
 
 
 def parallel_layers(table: list[LayerInfo], llm: str, module: str) -> frozenset[int]:
-    """The layers of a module's parallel branches, by index in the table (`spec.stage_graph`)."""
+    """Return the table indices of layers in a module's parallel branches (`spec.stage_graph`)."""
     modules = list(dict.fromkeys(layer.module for layer in table))
     others = {
         modules[other]
@@ -170,8 +172,10 @@ def parallel_layers(table: list[LayerInfo], llm: str, module: str) -> frozenset[
 
 
 def _remember_makers(run: Run) -> str:
-    """The key of the model's makers, which are made once per process: a U-Net is put together only
-    once."""
+    """Return the key of the model's layer factories, created once per process.
+
+    So a U-Net is constructed only once.
+    """
     global _latest
     if _latest is not None and _latest[0] is run:
         return _latest[1]
@@ -201,16 +205,18 @@ def _remember_makers(run: Run) -> str:
 
 @dataclass(frozen=True)
 class _Model:
-    """A run, as equal to others as its layers are without their weights."""
+    """Run that compares equal to runs with the same layers, regardless of weights."""
 
     key: tuple[str, str, str]
     run: Run = field(compare=False)
 
 
 def of_model(function: Function) -> Function:
-    """A function of a run's layers without their weights, and of what else it is given; remembered
-    within a process, as clusters of several devices run the same ones. Nobody changes what it
-    returns."""
+    """Cache a function of a run's layers without their weights and of further arguments.
+
+    Cached per process, as clusters of several devices evaluate the same models. Results must not be
+    mutated.
+    """
 
     @lru_cache(maxsize=MOST)
     def known(model: _Model, arguments: tuple[Any, ...]) -> Any:
@@ -226,7 +232,7 @@ def of_model(function: Function) -> Function:
 
 
 def _heads(run: Run, configs: Mapping[str, ModuleConfig]) -> dict[str, Head]:
-    """What encoders and generators ask of the data, by module."""
+    """Return the modality specs of encoders and generators, by module."""
     entries = {name: ARCHITECTURES[module.architecture] for name, module in configs.items()}
     return {
         name: entry.inputs(run, configs[name])
@@ -273,10 +279,10 @@ def _make(
 
 
 def _features(configs: dict[str, ModuleConfig], llm: ModuleConfig) -> tuple[str, ...]:
-    """What inner blocks of an image encoder leave for the LLM's first blocks (DeepStack).
+    """Return the names of the DeepStack features: encoder block outputs for the LLM's first blocks.
 
     Raises:
-        SpecError: they are no rows of the LLM, or more than it has blocks.
+        SpecError: their width is not the LLM's, or there are more than the LLM has blocks.
     """
     for name, module in configs.items():
         levels = getattr(module.config, "deepstack_visual_indexes", ())

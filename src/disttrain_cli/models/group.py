@@ -1,4 +1,4 @@
-"""A TP or CP group as one of its ranks sees it, and the messages that its ranks send each other."""
+"""TP or CP group as seen by one of its ranks, and the messages between its ranks."""
 
 from __future__ import annotations
 
@@ -17,28 +17,27 @@ from disttrain_cli.models.torch_versions import all_gather, reduce_scatter
 
 @dataclass(frozen=True)
 class Group:
-    """A TP or CP group as one of its ranks sees it; without `ranks` nothing is sent (the meta
-    device)."""
+    """TP or CP group as seen by one of its ranks; without `ranks` nothing is sent (meta device)."""
 
     ranks: dist.ProcessGroup | None
     size: int
-    rank: int  # in the group
-    overlap: bool = False  # messages travel chunk by chunk behind products (`overlapped`)
-    symmetric: bool = False  # where they can, through memory that its devices share (`symmetric`)
-    gathers: bool = False  # of a CP group: keys and values, for its own queries (`gathered`)
-    # around all in which its ranks wait for each other, but for memory that they share
+    rank: int  # rank in the group
+    overlap: bool = False  # messages are sent by chunks, overlapped with GEMMs (`overlapped`)
+    symmetric: bool = False  # if possible through symmetric memory of its devices (`symmetric`)
+    gathers: bool = False  # CP group: all-gathers keys and values for local queries (`gathered`)
+    # context around every wait of its ranks for each other, except through symmetric memory
     exchanging: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def local_rows(self, rows: int) -> slice:
-        """This rank's rows."""
+        """Return this rank's rows."""
         return self.rows_of(rows, self.rank)
 
     def rows_of(self, rows: int, rank: int) -> slice:
-        """Another rank's rows; ranks are counted round the group."""
+        """Return another rank's rows; the rank is taken modulo the group's size."""
         return slice(*own_rows(rows, self.size, rank % self.size))
 
     def wire(self, tensor: Tensor) -> torch.device:
-        """Where a tensor has to be to be sent."""
+        """Return the device from which a tensor is sent."""
         return wire(tensor.device, self.ranks)
 
     def all_gather(self, whole: Tensor, local: Tensor) -> None:
@@ -55,19 +54,19 @@ class Group:
         return Underway([work], (whole, local), exchanging=self.exchanging)
 
     def reduce_scatter(self, local: Tensor, partial: Tensor) -> None:
-        """Fill `local` with this rank's part of the sum of what all ranks have."""
+        """Fill `local` with this rank's part of the sum over all ranks."""
         if self.ranks is not None:
             with self.exchanging():
                 reduce_scatter(local, partial, self.ranks)
 
     def all_to_all(self, taken: Tensor, given: Tensor) -> None:
-        """Give every rank its equal part of `given`, and fill `taken` with what they give."""
+        """Send every rank its equal part of `given`, and fill `taken` with their parts."""
         if self.ranks is not None:
             with self.exchanging():
                 dist.all_to_all_single(taken, given, group=self.ranks)
 
     def exchanged(self, rows: Tensor, give: list[int], take: list[int]) -> Tensor:
-        """Give every rank so many rows, in order, and take so many from each, as a new tensor."""
+        """Exchange rows all-to-all with these counts per rank; return the received rows."""
         sent = rows.to(self.wire(rows)).contiguous()
         taken = sent.new_empty(sum(take), *sent.shape[1:])
         if self.ranks is not None:
@@ -82,9 +81,9 @@ class Group:
                 dist.all_reduce(tensor, op=op, group=self.ranks)
 
     def pass_on(self, chunk: Tensor, into: Tensor) -> Underway:
-        """Begin to send a chunk to the next rank and to fill `into` with that of the rank before.
+        """Begin to send a chunk to the next rank and to fill `into` with that of the previous rank.
 
-        The two messages are one group of NCCL's; chunks without numbers are not sent.
+        The two messages are one NCCL group; empty chunks are not sent.
         """
         if self.ranks is None:
             return Underway()
@@ -105,7 +104,7 @@ class Group:
 
 
 class Underway:
-    """Messages that travel while a device computes; their tensors stay as they are until then."""
+    """Messages in flight while a device computes; their tensors must not change until then."""
 
     def __init__(
         self,
@@ -118,7 +117,7 @@ class Underway:
         self._exchanging = exchanging
 
     def wait(self) -> None:
-        """Let what is computed from now on find them arrived (NCCL does not hold up the host)."""
+        """Make subsequent computation wait for the messages; with NCCL the host does not block."""
         if self._works:
             with self._exchanging():
                 for work in self._works:
@@ -129,21 +128,21 @@ class Underway:
 
 
 def wire(device: torch.device, ranks: dist.ProcessGroup | None = None) -> torch.device:
-    """From where a device's tensors are sent: gloo reads a host's memory only."""
+    """Return the device from which a device's tensors are sent: gloo reads host memory only."""
     if device.type == "meta":
         return device
     return torch.device("cpu") if dist.get_backend(ranks) == "gloo" else device
 
 
 def all_gathered(local: Tensor, rows: int, group: Group) -> Tensor:
-    """All rows of own ones, as a new tensor."""
+    """Return all rows from local ones, as a new tensor."""
     whole, sent = _to_gather(local, rows, group)
     group.all_gather(whole, sent)
     return whole[:rows].to(local.device)
 
 
 def begin_all_gathered(local: Tensor, rows: int, group: Group) -> Callable[[], Tensor]:
-    """All rows of own ones, which travel until they are asked for."""
+    """Begin to gather all rows from local ones; the returned function waits for them."""
     whole, sent = _to_gather(local, rows, group)
     underway = group.begin_all_gather(whole, sent)
 
@@ -155,7 +154,7 @@ def begin_all_gathered(local: Tensor, rows: int, group: Group) -> Callable[[], T
 
 
 def reduce_scattered(partial: Tensor, group: Group) -> Tensor:
-    """Own rows of the sum over the group, as a new tensor."""
+    """Return the local rows of the sum over the group, as a new tensor."""
     rows, wire = len(partial), group.wire(partial)
     local = partial.new_empty(-(-rows // group.size), *partial.shape[1:], device=wire)
     group.reduce_scatter(local, padded(partial, len(local) * group.size).to(wire))
@@ -170,7 +169,7 @@ def _to_gather(local: Tensor, rows: int, group: Group) -> tuple[Tensor, Tensor]:
 
 
 def padded(tensor: Tensor, rows: int) -> Tensor:
-    """So many rows, zeros behind those that there are."""
+    """Return the tensor padded with zeros to `rows` rows."""
     if len(tensor) == rows:
         return tensor.contiguous()
     return torch.cat([tensor, tensor.new_zeros(rows - len(tensor), *tensor.shape[1:])])

@@ -1,8 +1,8 @@
-"""What the host knows, on the device, without making the host wait: a copy from pageable memory
-stops it.
+"""Transfers between host and device that do not block the host.
 
-Numbers of a batch are copied from page-locked memory (`to_device`); what never changes is copied
-once (`constant`). What the host has to know of a device makes it wait: `read`, once in a step.
+A copy from pageable memory blocks it. Numbers of a batch are copied from page-locked memory
+(`to_device`); constants are copied once (`constant`). Reading a device's values on the host blocks:
+`read`, once per step.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def to_device(
     device: torch.device,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Numbers of the host on a device; what is on the way stays in memory until it is there."""
+    """Copy numbers from the host to a device; the source stays allocated until the copy ends."""
     tensor = (
         values if isinstance(values, Tensor) else torch.tensor(values, dtype=dtype, device="cpu")
     )
@@ -39,21 +39,23 @@ def constant(
     device: torch.device,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """What a function makes of these arguments on the host, kept on a device."""
+    """Return a function's result for these arguments, cached on a device.
+
+    It is computed on the host.
+    """
     with torch.device("cpu"):
         return to_device(make(*arguments).to(dtype), device)
 
 
 def read(numbers: Tensor) -> list[float]:
-    """Numbers of a device on the host, which waits for all that the device was asked for before."""
+    """Return a device's numbers on the host, which waits for all previously queued work."""
     with waiting(numbers.device):
         return numbers.cpu().tolist()
 
 
 @contextmanager
 def waiting(device: torch.device) -> Iterator[None]:
-    """Where the host may wait for a device even if it is told of every wait
-    (`torch.cuda.set_sync_debug_mode`)."""
+    """Let the host wait for a device inside, despite `torch.cuda.set_sync_debug_mode`."""
     if device.type != "cuda":
         yield
         return
@@ -66,11 +68,11 @@ def waiting(device: torch.device) -> Iterator[None]:
 
 
 def use_cuda(number: int) -> torch.device:
-    """Make a CUDA device this process's own, and fp32 there exact.
+    """Select this process's CUDA device, with exact fp32.
 
     cuDNN's convolutions would round fp32 to TF32's 10 bits (relative errors of 1e-3). These two
-    settings serve in all versions of torch; the newer ones (`fp32_precision`), mixed with them,
-    make reading these fail.
+    settings work in all versions of torch; the newer ones (`fp32_precision`), mixed with them, make
+    reading these fail.
     """
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     device = torch.device("cuda", number)

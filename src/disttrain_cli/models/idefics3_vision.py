@@ -1,8 +1,8 @@
-"""transformers' Idefics3 vision tower, which is SmolVLM's too, as pipeline layers: SigLIP's, but
-for where patches stand.
+"""transformers' Idefics3 vision tower, also SmolVLM's, as pipeline layers.
 
-A patch of an image of any grid takes the learned position of the place that it has in a square:
-nothing is interpolated (NaViT, Dehghani et al. 2023, arXiv 2307.06304).
+It is SigLIP's except for its positions: a patch of an image of any grid uses the learned position
+of its location in a square; nothing is interpolated (NaViT, Dehghani et al. 2023, arXiv
+2307.06304).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from disttrain_cli.models.towers import Block, PatchEmbed
 
 
 class Embed(PatchEmbed):
-    """Pixels [N, C, H, W] → a convolution of each patch, plus the position of its place."""
+    """Pixels [N, C, H, W] → a convolution of each patch, plus the position of its location."""
 
     def placed(self, table_PD: Tensor, rows: int, columns: int) -> Tensor:
         side = round(len(table_PD) ** 0.5)
@@ -29,8 +29,10 @@ class Embed(PatchEmbed):
 
 @lru_cache(maxsize=1024)
 def places(rows: int, columns: int, side: int) -> Tensor:
-    """[rows · columns] numbers of positions in a square of `side` × `side`, by the operations of
-    Idefics3VisionEmbeddings, so that they round alike."""
+    """Return [rows · columns] position indices in a square of `side` × `side`.
+
+    Uses the operations of Idefics3VisionEmbeddings, so that they round alike.
+    """
     with torch.device("cpu"):
         bounds = torch.arange(1 / side, 1.0, 1 / side)
         down, across = (
@@ -54,8 +56,10 @@ def _block(module: str, number: int, config: Any) -> Block:
 
 
 def makers(module: str, config: Any, joint: Joint, final_norm: bool = True) -> list[LayerMaker]:
-    """The layers of an image encoder in pipeline order; without `final_norm` the LLM reads a block
-    as it is."""
+    """Return the layer factories of an image encoder in pipeline order.
+
+    Without `final_norm` the LLM reads the last block's output unnormalised.
+    """
     std = config.initializer_range
     norm = "post_layernorm" if final_norm else None
     return [

@@ -1,10 +1,9 @@
-"""transformers' InternVL vision tower as pipeline layers: embed, block × n, projector into the
-LLM's width.
+"""transformers' InternVL vision tower as pipeline layers: embed, block × n, projector.
 
-A ViT whose blocks scale what they add, feature by feature (layer scale, Touvron et al. 2021, arXiv
-2103.17239), with LayerNorm or RMSNorm, and in its largest form with a norm of queries and keys over
-all heads at once (Chen et al. 2024, arXiv 2312.14238). Rows of an image: the class token, then its
-patches in raster order.
+A ViT whose blocks scale their residual branches per feature (layer scale, Touvron et al. 2021,
+arXiv 2103.17239), with LayerNorm or RMSNorm, and in its largest form with a norm of queries and
+keys over all heads at once (Chen et al. 2024, arXiv 2312.14238). Rows of an image: the class token,
+then its patches in raster order.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class Embed(vit.Embed):
 
 
 class Block(ImageLayer):
-    """One InternVLVisionLayer."""
+    """transformers' InternVLVisionLayer."""
 
     kind = "block"
     extra = 1
@@ -93,8 +92,7 @@ class Block(ImageLayer):
 
 
 def over_heads(norm: RmsNorm, own_RD: Tensor, group: Group | None) -> Tensor:
-    """A norm over the heads of all ranks, of which each rank has its own: their squares are
-    summed."""
+    """Return a norm over the heads of all ranks from local heads: their squares are all-reduced."""
     width, own = len(norm.weight), own_RD.shape[-1]
     if own == width:
         made: Tensor = norm(own_RD)
@@ -107,9 +105,11 @@ def over_heads(norm: RmsNorm, own_RD: Tensor, group: Group | None) -> Tensor:
 
 
 def makers(module: str, config: Any, joint: Joint, final_norm: bool = True) -> list[LayerMaker]:
-    """The layers of an image encoder in pipeline order; without `final_norm` the LLM reads a block
-    as it is. The tower has a final norm only where its class does not expect a mean to be
-    taken."""
+    """Return the layer factories of an image encoder in pipeline order.
+
+    Without `final_norm` the LLM reads the last block's output unnormalised. The tower has a final
+    norm only if its class does not expect mean pooling.
+    """
     std = config.initializer_range
     norm = "layernorm" if final_norm and not config.use_mean_pooling else None
     return [

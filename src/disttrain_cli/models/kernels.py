@@ -1,8 +1,9 @@
-"""Rotary embeddings and SiLU gates of decoder layers as operators of one kernel each on a GPU.
+"""Rotary embeddings and SiLU gates of decoder layers, each a single operator with one GPU kernel.
 
-As PyTorch's operators they take a dozen passes over memory: 18 % of a step of a model of a billion
-weights on an H100 (docs/log.md, 2026-11-26). On "meta" and fake devices the operators stand for
-what runs; a CUDA build of torch without Triton computes the same in several kernels, more slowly.
+As PyTorch's operators they need a dozen passes over memory: 18 % of a step of a model of a billion
+weights on an H100 (docs/log.md, 2026-11-26). On "meta" and fake devices the operators represent
+those that run; a CUDA build of torch without Triton computes the same in several kernels, more
+slowly.
 """
 
 from __future__ import annotations
@@ -22,14 +23,16 @@ _LIBRARY.define("gate_backward(Tensor gradient, Tensor gate, Tensor up) -> (Tens
 
 
 def turned(x_RHD: Tensor, cos_RD: Tensor, sin_RD: Tensor) -> Tensor:
-    """x · cos + (−x₂, x₁) · sin of the halves x₁, x₂ of every head (Su et al. 2021, arXiv
-    2104.09864): [R, H, D], laid out densely."""
+    """Return x · cos + (−x₂, x₁) · sin of every head's halves x₁, x₂, contiguous [R, H, D].
+
+    Rotary embedding of Su et al. 2021, arXiv 2104.09864.
+    """
     made: Tensor = _Turned.apply(x_RHD, cos_RD, sin_RD)
     return made
 
 
 def gated_by_silu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) · up, of which gate and up are kept."""
+    """Return silu(gate) · up; only gate and up are saved."""
     made: Tensor = _GatedBySilu.apply(gate, up)
     return made
 
@@ -59,13 +62,13 @@ class _GatedBySilu(torch.autograd.Function):
 
 
 def _by_columns(x: Tensor) -> Tensor:
-    """The tensor with its last dimension next to each other in memory."""
+    """Return the tensor with its last dimension contiguous in memory."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 @cache
 def _triton() -> Any:
-    """The kernels, where Triton is installed."""
+    """Return the Triton kernels, or None if Triton is not installed."""
     if not find_spec("triton"):
         return None
     from disttrain_cli.models import triton_kernels
@@ -74,7 +77,7 @@ def _triton() -> Any:
 
 
 def turned_plainly(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
-    """What `turn` computes, in fp32 and by PyTorch's operators."""
+    """Return `turn`'s result, in fp32 and by PyTorch's operators."""
     (x_1, x_2), (cos_1, cos_2), (sin_1, sin_2) = (
         tensor.float().chunk(2, -1) for tensor in (x, cos[:, None], sin[:, None])
     )

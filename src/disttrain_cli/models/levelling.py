@@ -1,13 +1,12 @@
-"""Which rows each rank of a CP group has where it attends with its own queries (`gathered`).
+"""Load balancing of rows in a CP group whose ranks attend with local queries (`gathered`).
 
-Rows that see all of their segment are divided into equal runs, one to each rank. Where attention is
-causal, the later a row lies in its sample the more it sees, so equal runs would not be equal work.
-There the rows of a slot are cut into equal chunks, as many to each rank, given by their work: the
-heaviest first, each to the rank that has least (Llama 3, arXiv 2407.21783, section 3.3.2, does so
-with a head and a tail chunk each, which is level for one sample only). More chunks are cut until
-the busiest rank has no more than `LEVEL` of the mean, or they would be shorter than `LEAST_CHUNK`.
-
-A row's work is how many rows it sees; that of sliding windows is taken for as uneven.
+Rows that see all of their segment are divided into equal runs, one per rank. With causal attention,
+later rows of a sample see more, so equal runs would not be equal work. There the rows of a slot are
+cut into equal chunks, equally many per rank, assigned by work: the heaviest first, each to the rank
+with the least (Llama 3, arXiv 2407.21783, section 3.3.2, pairs a head with a tail chunk, which is
+balanced for one sample only). The number of chunks grows until the busiest rank's work is at most
+`LEVEL` times the mean, or chunks would be shorter than `LEAST_CHUNK`.
+A row's work is the number of rows it sees; sliding windows are ignored.
 """
 
 from __future__ import annotations
@@ -22,25 +21,25 @@ from disttrain_cli.models.division import own_rows
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-#: First and last-but-one number of consecutive rows.
+#: [start, stop) of consecutive rows.
 Run = tuple[int, int]
 
-#: The busiest rank's work over the mean that is level enough.
+#: Highest accepted ratio of the busiest rank's work to the mean.
 LEVEL = 1.05
-#: Chunks of a rank, the fewest first, and the rows that one of more than these has at least: a
-#: kernel's tiles of 128 rows several times.
+#: Chunks per rank, in the order tried, and the minimum rows of a chunk after the first try: several
+#: times a kernel's tile of 128 rows.
 CHUNKS, LEAST_CHUNK = (2, 3, 4, 6, 8, 12, 16), 512
 
 
 def runs_of(lengths: Sequence[int], ranks: int, causal: bool) -> list[list[Run]]:
-    """By rank, the runs of rows that it has, in ascending order; of segments of these lengths."""
+    """Return the runs of rows of each rank, in ascending order, for segments of these lengths."""
     if causal:
         return _levelled(tuple(lengths), ranks)
     return [[own_rows(sum(lengths), ranks, rank)] for rank in range(ranks)]
 
 
 def numbers_of(runs: Sequence[Run]) -> Ints:
-    """[R] the rows of runs, in their order."""
+    """Return [R] the row indices of runs, in their order."""
     return np.concatenate([np.arange(*run) for run in runs])
 
 
@@ -63,7 +62,7 @@ def _levelled(lengths: tuple[int, ...], ranks: int) -> list[list[Run]]:
 
 
 def _seen_before(lengths: Ints, ends: Ints) -> Floats:
-    """Pairs of rows in causal attention of all rows before each of these."""
+    """Return the pairs of rows in causal attention of all rows before each of `ends`."""
     stops = np.cumsum(lengths)
     segment = np.minimum(np.searchsorted(stops, ends, "right"), len(lengths) - 1)
     whole = np.concatenate([[0.0], np.cumsum(lengths * (lengths + 1.0) / 2.0)])
@@ -72,7 +71,7 @@ def _seen_before(lengths: Ints, ends: Ints) -> Floats:
 
 
 def _dealt(work: Floats, ranks: int, each: int) -> tuple[float, list[list[int]]]:
-    """The busiest rank's work over the mean, and the chunks of every rank."""
+    """Return the busiest rank's work over the mean, and the chunks of every rank."""
     chunks, sums = [list[int]() for _ in range(ranks)], np.zeros(ranks)
     for chunk in np.argsort(-work, kind="stable").tolist():
         rank = min(
@@ -84,15 +83,18 @@ def _dealt(work: Floats, ranks: int, each: int) -> tuple[float, list[list[int]]]
 
 
 def _joined(chunks: Sequence[int], size: int) -> list[Run]:
-    """The runs of ascending chunks, neighbours as one."""
+    """Return the runs of ascending chunks, adjacent ones merged."""
     firsts = [chunk for chunk in chunks if chunk - 1 not in chunks]
     lasts = [chunk for chunk in chunks if chunk + 1 not in chunks]
     return [(first * size, (last + 1) * size) for first, last in zip(firsts, lasts, strict=True)]
 
 
 def seen_by(lengths: Sequence[int], run: Run, causal: bool) -> tuple[list[int], list[int], Run]:
-    """What a run of rows attends to: of each segment that it has some of, its own rows and the rows
-    that its last one sees; and which rows all of these are."""
+    """Return the query and key counts per segment of a run of rows, and the key rows.
+
+    For each segment that the run overlaps: its rows in the run, and the rows that its last one
+    sees; the third value is the (start, stop) of all key rows.
+    """
     stops = np.cumsum(lengths)
     starts = stops - np.asarray(lengths)
     some = (starts < run[1]) & (stops > run[0])

@@ -1,14 +1,13 @@
-"""Low-rank adapters of a layer's linears (LoRA, Hu et al. 2021, arXiv 2106.09685): W x + s · B
-(A x), s = lora_alpha / r, with peft's names.
+"""Low-rank adapters of linears (LoRA): W x + s · B (A x), s = lora_alpha / r, with peft's names.
 
-Over a TP group an adapter is divided as its linear is (`tensor_parallel.shard`). Beside a
-column-parallel one every rank has A and its own outputs of B; beside a row-parallel one its own
-inputs of A, and B, whose product is a partial sum like the linear's own and goes into the same
-message. Nothing is sent that is not sent without adapters but the sums of the gradients of what
-every rank has.
+See Hu et al. 2021, arXiv 2106.09685. Over a TP group an adapter is sharded as its linear is
+(`tensor_parallel.shard`). For a column-parallel linear every rank has A and its own outputs of B;
+for a row-parallel one its own inputs of A, and B, whose product is a partial sum like the linear's
+and is part of the same message. The only additional messages are the sums of the gradients of
+replicated matrices.
 
-A starts from a uniform distribution (He et al. 2015, arXiv 1502.01852, with a = √5, as peft's), B
-from zero. A is drawn whole, by its own name, so that it does not depend on the layout.
+A is initialised uniformly (He et al. 2015, arXiv 1502.01852, with a = √5, as in peft), B to zero. A
+is drawn unsharded, seeded by its own name, so that it does not depend on the layout.
 """
 
 from __future__ import annotations
@@ -30,64 +29,66 @@ from disttrain_cli.models.layer import ADAPTER, PipelineLayer, is_adapter
 from disttrain_cli.spec.families.family import prefixed
 from disttrain_cli.spec.runfile.lora import ALL_LINEAR
 
-#: Parts of models that peft, too, could adapt.
+#: Kinds of submodules that peft can adapt.
 ADAPTABLE = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 @dataclass(frozen=True)
 class Lora:
-    """A module's adapters."""
+    """Adapter configuration of a module."""
 
     module: str
     r: int
     lora_alpha: int
     target_modules: tuple[str, ...] | str
     use_rslora: bool
-    #: parts of the published model that are trained whole beside them
+    #: submodules of the published model trained in full in addition
     modules_to_save: tuple[str, ...] = ()
-    lora_dropout: float = 0.0  # share of what an adapter reads that it drops in training
-    folder: Path | None = None  # they start from
-    #: prefixes of names in the module's own published class → in the whole model that names of
-    #: targets are of; none: they are of the module's own
+    lora_dropout: float = 0.0  # dropout probability of the adapters' input
+    folder: Path | None = None  # folder of the initial adapters
+    #: prefixes of names in the module's own published class → in the whole model, if targets name
+    #: the whole model's; empty: they name the module's own
     within: tuple[tuple[str, str], ...] = ()
 
     @property
     def scale(self) -> float:
-        """By which B (A x) is multiplied."""
+        """Factor of B (A x)."""
         return self.lora_alpha / (math.sqrt(self.r) if self.use_rslora else self.r)
 
     def matches(self, path: str) -> bool:
-        """Whether a part of the published model is a target, as peft decides it."""
+        """Return True if a submodule of the published model is a target, by peft's rule."""
         return matches(self.target_modules, self.name_of(path))
 
     def saves(self, path: str) -> bool:
-        """Whether a parameter of the published model is trained whole, as peft decides it: the name
-        of a part that it is in ends so, `norm` being the end of `input_layernorm`, too."""
+        """Return True if a parameter of the published model is trained in full, by peft's rule.
+
+        The name of a submodule containing it must end with an entry of `modules_to_save`; `norm`
+        also matches `input_layernorm`.
+        """
         parts = self.name_of(path).split(".")
         return any(
             ".".join(parts[:count]).endswith(self.modules_to_save) for count in range(1, len(parts))
         )
 
     def name_of(self, path: str) -> str:
-        """What the adapted model calls a part or a parameter of the module's own published
-        class."""
+        """Return the adapted model's name of a submodule or parameter of the module's own class."""
         return prefixed(path, dict(self.within)) if self.within else path
 
 
 def matches(targets: Collection[str] | str, path: str) -> bool:
-    """Whether a part of a published model is a target: by the end of its name, or by a regular
-    expression of all of it."""
+    """Return True if a submodule is a target: its name ends so, or matches the regex in full."""
     if isinstance(targets, str):
         return re.fullmatch(targets, path) is not None
     return any(path == end or path.endswith(f".{end}") for end in targets)
 
 
 def adapt(layer: PipelineLayer, lora: Lora) -> None:
-    """Give the layer's linears that are targets their adapters, without values yet; of the module's
-    weights these and what is saved whole are trained from now on.
+    """Add adapters, without values yet, to the layer's targeted linears.
+
+    Of the module's weights only these and the fully trained ones are trainable from then on.
 
     Raises:
-        SpecError: a target is no linear layer, or an LLM's head, which is multiplied by in parts.
+        SpecError: a target is no linear layer, or an LLM's head, which is sharded by token ids.
     """
     if layer.weights_of != "module":
         return
@@ -102,14 +103,14 @@ def adapt(layer: PipelineLayer, lora: Lora) -> None:
         linear.lora_B = nn.Linear(lora.r, linear.out_features, bias=False)
         linear.lora_scale = lora.scale
         linear.register_forward_hook(_add)
-        layer.row_by_row = False  # its linears do not send themselves (`overlapped`)
+        layer.row_by_row = False  # its linears do not send on their own (`overlapped`)
     announce(layer, dropouts)
     layer.adapted = True
     layer.ask_for_gradients()
 
 
 def _saved(layer: PipelineLayer, lora: Lora) -> Iterator[str]:
-    """Paths of the layer's parameters that are trained whole."""
+    """Yield the paths of the layer's parameters that are trained in full."""
     for path, _ in layer.named_parameters():
         name = layer.published_name(path)
         if name is not None and lora.saves(name):
@@ -122,10 +123,10 @@ def _add(linear: Any, given: tuple[Tensor, ...], made: Tensor) -> Tensor:
 
 
 def targets(layer: PipelineLayer, lora: Lora) -> Iterator[tuple[str, Any]]:
-    """The layer's linears that are targets, by path.
+    """Yield the layer's targeted linears with their paths.
 
     Raises:
-        SpecError: a target is no linear layer, or an LLM's head, which is multiplied by in parts.
+        SpecError: a target is no linear layer, or an LLM's head, which is sharded by token ids.
     """
     for path, part in layer.named_modules():
         if not isinstance(part, ADAPTABLE) or not _is_target(layer, path, lora):
@@ -147,7 +148,7 @@ def _is_adaptable(layer: PipelineLayer, path: str) -> bool:
 
 
 def _is_target(layer: PipelineLayer, path: str, lora: Lora) -> bool:
-    """Whether a part of a layer is named by `target_modules`, and not trained whole."""
+    """Return True if a submodule is named by `target_modules` and not trained in full."""
     name = layer.published_path(path)
     if name is None or lora.saves(f"{name}.weight"):
         return False
@@ -157,13 +158,13 @@ def _is_target(layer: PipelineLayer, path: str, lora: Lora) -> bool:
 
 
 def adapters(layer: PipelineLayer) -> dict[str, Any]:
-    """The layer's linears with adapters, by path."""
+    """Return the layer's linears with adapters, by path."""
     return {path: part for path, part in layer.named_modules() if hasattr(part, "lora_A")}
 
 
 @torch.no_grad()
 def draw(layer: PipelineLayer, seed: int) -> None:
-    """Set the adapters' matrices to what they start from, each by the seed and its own name."""
+    """Initialise the adapters' matrices, each seeded by the run's seed and its own name."""
     for path, linear in adapters(layer).items():
         digest = hashlib.sha256(f"{seed}/{layer.name}/{path}.lora_A".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
@@ -173,8 +174,11 @@ def draw(layer: PipelineLayer, seed: int) -> None:
 
 
 def check_targets(lora: Lora, layers: Sequence[PipelineLayer]) -> None:
-    """SpecError where the layers of a module have no target at all, a name fits none, or layers of
-    one kind have other adapters than each other."""
+    """Raise SpecError if a module's adapters are missing, misnamed, or differ within a kind.
+
+    A module needs at least one target, every name must match one, and layers of one kind must have
+    equal adapters.
+    """
     of_kind: dict[str, set[str]] = {}
     for layer in layers:
         here = {*adapters(layer), *layer.saved}
@@ -200,7 +204,7 @@ def check_targets(lora: Lora, layers: Sequence[PipelineLayer]) -> None:
         if not any(isinstance(given, str) or matches((end,), name) for name in names)
     ]
     if lora.within and (names or any(layer.saved for layer in layers)):
-        missing = []  # it names other modules' linears, too
+        missing = []  # it also names other modules' linears
     _check_saved(lora, layers)
     if missing:
         there = [
@@ -230,7 +234,7 @@ def check_targets(lora: Lora, layers: Sequence[PipelineLayer]) -> None:
 
 
 def _check_saved(lora: Lora, layers: Sequence[PipelineLayer]) -> None:
-    """SpecError where what is saved whole fits no layer, or is one weight with another's."""
+    """Raise SpecError if an entry of `modules_to_save` matches nothing, or a tied weight."""
     field = f"model.modules.{lora.module}.lora.modules_to_save"
     saved = {(layer.name, path) for layer in layers for path in layer.saved}
     pairs = [
@@ -262,8 +266,10 @@ def _check_saved(lora: Lora, layers: Sequence[PipelineLayer]) -> None:
 
 
 def merged(layer: PipelineLayer, lora: Lora, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A layer's whole tensors by path with adapters added to their linears' weights, in fp32:
-    W + s · B A; without the adapters."""
+    """Return a layer's unsharded tensors with adapters merged in fp32: W + s · B A.
+
+    The adapters themselves are omitted.
+    """
     found = {path: tensor for path, tensor in tensors.items() if not is_adapter(path)}
     for path in adapters(layer):
         a, b = (tensors[f"{path}.{name}.weight"].float() for name in ADAPTER)

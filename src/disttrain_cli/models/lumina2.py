@@ -1,11 +1,11 @@
-"""diffusers' Lumina2Transformer2DModel as pipeline layers: projector, in, context refiner × n,
-noise refiner × n, block × m, out with the image loss.
+"""diffusers' Lumina2Transformer2DModel as pipeline layers.
 
+In order: projector, in, context refiner × n, noise refiner × n, block × m, out with the image loss.
 Lumina-Image 2.0 (Qin et al. 2025, arXiv 2503.21758, section 3.1): conditioning and image are
-refined apart and then go through one set of weights together, with grouped queries, gated FFNs and
-norms before and after both. Its tokens have their own time, which runs from noise at 0 to the image
-at 1, and what it predicts is the way there: the negative of a flow's (`noise`). Rows of an image:
-its patches in raster order, one row of shape [P, D].
+refined separately and then share one set of weights, with grouped queries, gated FFNs and norms
+before and after both. Its time runs from noise at 0 to the image at 1, and its prediction is the
+direction to the image: the negative of a flow's (`noise`). Rows of an image: its patches in raster
+order, one row of shape [P, D].
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ DIVISION = Division(
     row=("to_out.0", "feed_forward.linear_2"),
     per_head=("norm_q", "norm_k"),
 )
-#: Where the transformer has the blocks of each kind.
+#: Attribute of the transformer that holds the blocks of each kind.
 PATHS = {"context": "context_refiner", "noise": "noise_refiner", "block": "layers"}
 
 
 class Stream:
-    """The tensors that go from block to block."""
+    """Tensors passed from block to block."""
 
     def __init__(self, whole: Any, canvas: Canvas) -> None:
         config, self.canvas = whole.config, canvas
@@ -87,7 +87,7 @@ class In(Start):
 
 
 class FeedForward(nn.Module):
-    """A LuminaFeedForward that keeps what plans price."""
+    """LuminaFeedForward that saves only the tensors that plans account for."""
 
     def __init__(self, theirs: Any) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class FeedForward(nn.Module):
 
 
 class Block(GeneratorLayer):
-    """One diffusers Lumina2TransformerBlock over the conditioning, the image, or both together."""
+    """diffusers' Lumina2TransformerBlock over the conditioning, the image, or both together."""
 
     division = DIVISION
 
@@ -127,7 +127,7 @@ class Block(GeneratorLayer):
         block = copy.deepcopy(whole.get_submodule(self.published["block"]))
         block.feed_forward = FeedForward(block.feed_forward)
         self.block: Any = with_own_norms(with_own_attention(block))
-        # so that a TP group divides heads of keys and values, which are fewer, by their own number
+        # so that a TP group shards the fewer heads of keys and values by their own number
         self.block.attn.head_dim = sum(self.axes)
 
     def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
@@ -172,11 +172,12 @@ def makers(
     llm_width: int,
     loss_weight: float,
 ) -> list[LayerMaker]:
-    """The layers of Lumina 2's transformer in pipeline order; weights start as diffusers starts
-    them.
+    """Return the layer factories of Lumina 2's transformer in pipeline order.
+
+    Weights are initialised as in diffusers.
 
     Raises:
-        SpecError: diffusers refuses the configuration.
+        SpecError: diffusers rejects the configuration.
     """
     whole = cache(partial(whole_model, module, "lumina2", config))
     stream = Stream(whole(), canvas)

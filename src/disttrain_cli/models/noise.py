@@ -1,5 +1,4 @@
-"""How an image becomes noise while training, what the generator predicts of it, and the way back to
-an image.
+"""Noising of images in training, the generator's prediction target, and sampling.
 
 Diffusion (Ho et al. 2020, section 2): x_t = √ᾱ_t·x_0 + √(1 − ᾱ_t)·ε; predicted is ε, or the
 velocity v = √ᾱ_t·ε − √(1 − ᾱ_t)·x_0 (Salimans and Ho 2022, section 4). Rectified flow (Liu et al.
@@ -29,8 +28,10 @@ TimeShift = Literal["exponential", "linear"]
 
 @dataclass(frozen=True)
 class Dynamic:
-    """A flow's shift by the tokens of an image (diffusers' `use_dynamic_shifting`): fields of
-    FlowMatchEulerDiscreteScheduler with its defaults."""
+    """Resolution-dependent shift of a flow (diffusers' `use_dynamic_shifting`).
+
+    Fields and defaults of FlowMatchEulerDiscreteScheduler.
+    """
 
     base_shift: float = 0.5
     max_shift: float = 1.15
@@ -39,8 +40,7 @@ class Dynamic:
     time_shift_type: TimeShift = "exponential"
 
     def shift(self, tokens: int) -> float:
-        """s of `Noise.times`: its logarithm or, of type linear, itself lies on a line over
-        `tokens`."""
+        """Return s of `Noise.times`: it (type linear) or its logarithm is linear in `tokens`."""
         slope = (self.max_shift - self.base_shift) / (
             self.max_image_seq_len - self.base_image_seq_len
         )
@@ -50,8 +50,7 @@ class Dynamic:
 
 @dataclass(frozen=True)
 class Noise:
-    """A noise schedule; the fields but the last three are those of
-    `spec.runfile.model.NoiseSpec`."""
+    """Noise schedule; all fields but the last three are those of `spec.runfile.model.NoiseSpec`."""
 
     prediction: Prediction = "epsilon"
     betas: Betas = "linear"
@@ -63,15 +62,18 @@ class Noise:
     logit_std: float = 1.0
     mode_scale: float = 1.29
     shift: float = 1.0
-    dynamic: Dynamic | None = None  # where `shift` is what it gives for this image size
-    trained_betas: tuple[float, ...] | None = None  # in the place of `betas`, one for each timestep
-    # betas rescaled so that the last timestep is noise alone (Lin et al. 2023, arXiv 2305.08891,
+    dynamic: Dynamic | None = None  # rule from which `shift` follows for this image size
+    trained_betas: tuple[float, ...] | None = None  # replaces `betas`, one per timestep
+    # betas rescaled so that the last timestep is pure noise (Lin et al. 2023, arXiv 2305.08891,
     # algorithm 1)
     zero_snr: bool = False
 
     def times(self, timesteps_N: Tensor) -> Tensor:
-        """What the generator is told of drawn timesteps 0 … T − 1: a flow's times are 1 … T, or
-        with a shift s as many between, T·sσ / (1 + (s − 1)σ) of σ = t/T."""
+        """Return the generator's time inputs for drawn timesteps 0 … T − 1.
+
+        A flow's times are 1 … T, or with a shift s as many in between: T·sσ / (1 + (s − 1)σ) of σ =
+        t/T.
+        """
         if self.prediction != "flow":
             return timesteps_N
         if self.shift == 1.0:
@@ -80,7 +82,7 @@ class Noise:
         return self.shift * sigma / (1 + (self.shift - 1) * sigma) * self.timesteps
 
     def draw(self, generator: torch.Generator) -> Tensor:
-        """A timestep 0 … T − 1, int64 []."""
+        """Draw a timestep 0 … T − 1, int64 []."""
         if self.density == "uniform":
             return torch.randint(self.timesteps, (), generator=generator)
         if self.density == "logit_normal":
@@ -92,7 +94,7 @@ class Noise:
         return (sigma * self.timesteps).long().clamp(0, self.timesteps - 1)
 
     def mix(self, clean_NCHW: Tensor, noise_NCHW: Tensor, timesteps_N: Tensor) -> Tensor:
-        """Noisy images at drawn timesteps, float32."""
+        """Return noisy images at drawn timesteps, float32."""
         clean_NCHW = clean_NCHW.float()
         if self.prediction == "flow":
             sigma = (self.times(timesteps_N) / self.timesteps).view(-1, 1, 1, 1)
@@ -102,12 +104,11 @@ class Noise:
 
     @property
     def goal_needs_clean(self) -> bool:
-        """Whether what is predicted depends on the image and not on the noise alone."""
+        """True if the prediction target depends on the image and not on the noise alone."""
         return self.prediction != "epsilon"
 
     def goal(self, clean_NCHW: Tensor | None, noise_NCHW: Tensor, timesteps_N: Tensor) -> Tensor:
-        """What the generator should predict, float32; `clean_NCHW` may be None where it is the
-        noise."""
+        """Return the prediction target, float32; `clean_NCHW` may be None if it is the noise."""
         if self.prediction == "epsilon":
             return noise_NCHW
         assert clean_NCHW is not None
@@ -118,22 +119,21 @@ class Noise:
         return signal * noise_NCHW - noise * clean_NCHW
 
     def _amplitudes(self, timesteps_N: Tensor) -> tuple[Tensor, Tensor]:
-        """√ᾱ_t and √(1 − ᾱ_t), [N, 1, 1, 1]."""
+        """Return √ᾱ_t and √(1 − ᾱ_t), [N, 1, 1, 1]."""
         alphas = constant(_alphas, self, device=timesteps_N.device)[timesteps_N].view(-1, 1, 1, 1)
         return alphas**0.5, (1 - alphas) ** 0.5
 
     def sampler(self, bounded: bool) -> Any:
-        """diffusers' scheduler that leads from noise to images: DDIM (Song et al. 2021), or Euler's
-        steps of a flow.
+        """Return diffusers' sampling scheduler: DDIM (Song et al. 2021), or a flow's Euler steps.
 
-        Its steps end at timestep 0, as DDPM's do: what a prediction is wrong by stays in the image,
+        Its steps end at timestep 0, as DDPM's do: the prediction's error remains in the image,
         times the noise of the last timestep. `bounded`: images lie in −1..1 (pixels), so that
-        predictions outside are cut off; latents do not.
+        predictions outside are clipped; latents are not.
         """
         from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler
 
         if self.prediction != "flow":
-            # steps from noise alone begin at the last timestep (arXiv 2305.08891, section 3.3)
+            # steps from pure noise begin at the last timestep (arXiv 2305.08891, section 3.3)
             spacing = "trailing" if self.zero_snr and self.prediction != "epsilon" else "leading"
             return DDIMScheduler(
                 prediction_type=self.prediction,
@@ -153,11 +153,11 @@ class Noise:
 
     @property
     def most_steps(self) -> int:
-        """Steps to an image at most: of what is noise alone no predicted noise says anything."""
+        """Most sampling steps: for pure noise a predicted noise carries no information."""
         return self.timesteps - (self.zero_snr and self.prediction == "epsilon")
 
     def steps(self, bounded: bool, count: int, sigmas: Sequence[float] | None) -> Any:
-        """The `sampler`, ready for `count` steps: at most one for each timestep.
+        """Return the `sampler`, set up for `count` steps: at most one per timestep.
 
         Args:
             sigmas: a flow's, before the shift, one for each step; None: the scheduler's own.
@@ -173,7 +173,7 @@ class Noise:
 
 
 def _alphas(noise: Noise) -> Tensor:
-    """ᾱ of every timestep, on the CPU."""
+    """Return ᾱ of every timestep, on the CPU."""
     from diffusers import DDPMScheduler
 
     with torch.device("cpu"):
@@ -193,18 +193,17 @@ def _betas(noise: Noise) -> dict[str, Any]:
 
 
 def own_seed(seed: int, index: int) -> int:
-    """The seed of an image for the generator at `index` among the model's: no two draw alike."""
+    """Return the seed of an image for the generator at `index`; generators draw independently."""
     return (seed + index * 0x9E3779B97F4A7C15) % 2**63
 
 
 def draw_noise(
     batch: Batch, shape: tuple[int, ...], schedule: Noise, index: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Timesteps [N] int64 of a schedule and noise [N, *shape] float32 of a batch's targets, from
-    `noise_seeds`.
+    """Return timesteps [N] int64 and noise [N, *shape] float32 of a batch's targets.
 
-    Drawn once per stage, batch and generator (`own_seed`). On the meta device there are no seeds to
-    read and the result has no values.
+    Drawn from `noise_seeds` once per stage, batch and generator (`own_seed`). On the meta device
+    there are no seeds to read and the result has no values.
     """
     timestep_of, noise_of = f"timesteps/{index}", f"noise/{index}"
     if noise_of not in batch.cache:

@@ -1,16 +1,14 @@
-"""What the kernels of a layer do on a GPU, counted on the meta device: FLOPs, bytes moved, how many
-there are, and the bytes that the layer keeps for its backward.
+"""GPU kernels of a layer, counted on the meta device: FLOPs, bytes moved, launches, saved bytes.
 
-Nothing is assumed about fusing: what is counted are PyTorch's operators as a step runs them, each
-of which reads its inputs from memory and writes its results there, so the same code decides what
-runs and what it is priced at (`attention.kernel_for`, `fused`). This file has the few things that a
-GPU does otherwise than the meta device shows: which operators launch several kernels, and which
-touch less than their arguments; and what cuDNN's copies of a convolution's images between memory
-layouts move. What no operator shows is not counted: workspaces inside cuDNN, cuBLAS and flash
-attention's backward (what they hold: `workspaces`).
+No fusion is assumed: PyTorch's operators are counted as a step runs them, each of which reads its
+inputs from memory and writes its results there, so the same code decides what runs and how it is
+priced (`attention.kernel_for`, `fused`). This file lists the few differences between a GPU and the
+meta device: operators that launch several kernels or touch less than their arguments, and cuDNN's
+copies of a convolution's images between memory layouts. Not counted, as no operator shows them:
+workspaces inside cuDNN, cuBLAS and flash attention's backward (their memory: `workspaces`).
 
-FLOPs here are those that run, not model FLOPs (`flops.py`): attention's backward computes the
-scores again, and causal attention skips what its mask hides.
+FLOPs here are those that run, not model FLOPs (`flops.py`): attention's backward recomputes the
+scores, and causal attention skips masked ones.
 """
 
 from __future__ import annotations
@@ -31,19 +29,19 @@ from disttrain_cli.models.signatures import SignatureMode
 
 Kind = Literal["product", "attention", "convolution", "other"]
 
-#: Attention by segments, and which of its arguments is its window; one that looks at no later row
-#: is causal.
+#: Attention by segments, and the index of its window argument; a window without later rows is
+#: causal.
 _VARLEN = {"torch_attn::_varlen_attn": 9, "torch_attn::_varlen_attn_backward": 13}
-#: Where their arguments say how rows and keys are cut into segments: starts, and longest of both.
+#: Index of the arguments that cut rows and keys into segments: starts, and longest of both.
 _STARTS = {"torch_attn::_varlen_attn": 3, "torch_attn::_varlen_attn_backward": 6}
-#: Attention of equal lengths, and which of its arguments says whether it is causal.
+#: Attention of equal lengths, and the index of its `is_causal` argument.
 _EFFICIENT = {
     "_scaled_dot_product_efficient_attention": 6,
     "_scaled_dot_product_efficient_attention_backward": 11,
 }
 _CONVOLUTIONS = ("convolution", "convolution_backward")
 _HALF = (torch.bfloat16, torch.float16)
-#: Reads and writes of a convolution's output that adding its bias takes as long as: two, at 40 % of
+#: Reads and writes of a convolution's output equivalent to adding its bias: two passes, at 40 % of
 #: the bandwidth (an H100, 2026-11-26).
 _BIAS_PASSES = 5
 _NO_KERNEL = (
@@ -67,14 +65,14 @@ _NOT_READING = (
     "zero",
     "arange",
 )
-#: Operators that read of their first input only as much as they write; and that write in place
-#: only as much as they read from their last.
+#: Operators that read only as much of their first input as they write; and in-place ones that write
+#: only as much as they read from their last input.
 _PICKING = ("embedding", "index_select", "gather", "index")
 _PLACING = ("index_copy_", "index_add_", "scatter_add_", "index_put_", "_index_put_impl_")
-#: Kernels of an operator that launches more than one, and how often its inputs are read (ATen's
-#: CUDA sources, by reading). Of a convolution's backward each gradient is one.
+#: Kernels of an operator that launches more than one, and how often its inputs are read (from
+#: ATen's CUDA sources). In a convolution's backward each gradient is one.
 _KERNELS = {
-    # moments, by one block for each group of an image, which takes as long as nine reads (an H100,
+    # moments, by one block per group of an image, which takes as long as nine reads (an H100,
     # 2026-11-26); scale and shift of each channel; the result
     "native_group_norm": (3, 10),
     "native_group_norm_backward": (
@@ -83,7 +81,7 @@ _KERNELS = {
     ),  # sums; two sets of factors; the input's gradient; the weights'
     "native_layer_norm_backward": (2, 2),  # the input's gradient; the weights'
     "disttrain::rms_norm_backward": (2, 2),
-    "torch_attn::_varlen_attn": (2, 1),  # attention; a seed that is not used
+    "torch_attn::_varlen_attn": (2, 1),  # attention; an unused seed
     "torch_attn::_varlen_attn_backward": (
         3,
         1,
@@ -106,13 +104,12 @@ _KERNELS = {
             "masked_fill",
         ),
         (2, 1),
-    ),  # what is whole; a part of it
+    ),  # the full tensor; a part of it
 }
 
 
 class LayerOperators(NamedTuple):
-    """Kernels of one forward and one backward of a layer, and bytes that it keeps from one to the
-    other."""
+    """Kernels of one forward and one backward of a layer, and the bytes saved in between."""
 
     forward: KernelWork
     backward: KernelWork
@@ -124,10 +121,10 @@ def layer_operators(
 ) -> LayerOperators:
     """Count one forward and backward of a layer on the meta device.
 
-    The backward makes the gradients of the inputs in `state` that ask for one and of the weights
-    that do, and adds these to fp32 sums over microbatches. What a stage prepares once per batch
-    does not count; nor do weights and the batch in `saved_bytes`: these are all storages that only
-    the backward holds once the layer has returned and nobody else uses its inputs and outputs.
+    The backward computes the gradients of those inputs in `state` and weights that require one, and
+    adds the latter to fp32 sums over microbatches. Tensors that a stage prepares once per batch do
+    not count. `saved_bytes` excludes weights and the batch: it is the size of all storages that
+    only the backward holds once the layer has returned and its inputs and outputs are released.
     """
     prepared, trace = len(batch.tensors()), Trace()
     graph = _forward(layer, state, batch, trace)
@@ -136,12 +133,12 @@ def layer_operators(
     forward, held = trace.take(), trace.alive()
     _backward(layer, graph, trace)
     del graph
-    kept = held.keys() - trace.alive().keys()  # not what stays for later batches
+    kept = held.keys() - trace.alive().keys()  # without what stays for later batches
     return LayerOperators(forward, trace.take(), sum(held[storage] for storage in kept))
 
 
 class _Graph(NamedTuple):
-    """What a layer's forward leaves for its backward, and where this begins and ends."""
+    """Autograd graph of a layer between its outputs and its inputs."""
 
     outputs: list[GradientEdge]
     gradients: list[Tensor]  # of the outputs
@@ -151,7 +148,7 @@ class _Graph(NamedTuple):
 def _forward(
     layer: PipelineLayer, state: Mapping[str, Tensor], batch: Batch, trace: Trace
 ) -> _Graph:
-    """Run a layer as in the middle of a stage, on inputs that others made and nobody else holds."""
+    """Run a layer as in the middle of a stage, on inputs that nothing else references."""
     leaves = {
         name: tensor.detach().requires_grad_(tensor.requires_grad) for name, tensor in state.items()
     }
@@ -168,7 +165,7 @@ def _forward(
 
 
 def _backward(layer: PipelineLayer, graph: _Graph, trace: Trace) -> None:
-    """Make the gradients of weights and inputs, and add the weights' to sums."""
+    """Compute the gradients of weights and inputs, and add the weights' to sums."""
     if not graph.outputs:
         return
     weights = [weight for weight in layer.parameters() if weight.requires_grad]
@@ -182,8 +179,7 @@ def _backward(layer: PipelineLayer, graph: _Graph, trace: Trace) -> None:
 
 
 class Trace(SignatureMode):
-    """Counts the kernels of the operators that run while it is active, and knows which storages are
-    alive."""
+    """Counts the kernels of operators that run while it is active, and tracks live storages."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -192,7 +188,7 @@ class Trace(SignatureMode):
         self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def take(self) -> KernelWork:
-        """What was counted since the last call."""
+        """Return the counts since the last call, and reset them."""
         flops = self._flops
         work = KernelWork(
             flops["product"],
@@ -205,12 +201,12 @@ class Trace(SignatureMode):
         return work
 
     def know(self, tensors: Iterable[Tensor]) -> None:
-        """Know the tensors' storages."""
+        """Track the tensors' storages."""
         for storage in (tensor.untyped_storage() for tensor in tensors):
             self._storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
 
     def alive(self) -> dict[int, int]:
-        """Bytes of the storages that were made while this was active, or noted, and still are."""
+        """Return the bytes of tracked storages that are still alive, by address."""
         return {
             address: size
             for address, (reference, size) in self._storages.items()
@@ -220,7 +216,7 @@ class Trace(SignatureMode):
     def count(
         self, func: Any, args: Any, kwargs: dict[str, Any], result: Any, new: list[Tensor]
     ) -> tuple[Kind, int, int, int] | None:
-        """Kind, FLOPs, bytes moved and kernels of an operator, if it has kernels."""
+        """Return kind, FLOPs, bytes moved and kernels of an operator, if it has kernels."""
         name = func._schema.name.removeprefix("aten::")
         if name in _NO_KERNEL or not (func._schema.is_mutable or new):
             return None
@@ -242,7 +238,7 @@ class Trace(SignatureMode):
 
 
 class _Operator(NamedTuple):
-    """One operator that ran, and the tensors that it was given and made."""
+    """Executed operator with its input and output tensors."""
 
     func: Any
     name: str
@@ -254,23 +250,22 @@ class _Operator(NamedTuple):
 
     @property
     def _has_bias(self) -> bool:
-        return self.name == "convolution" and self.args[2] is not None  # cuDNN adds none
+        return self.name == "convolution" and self.args[2] is not None  # cuDNN's kernels add none
 
     @property
     def _converted(self) -> bool:
-        """Whether cuDNN lays out a convolution's images with their channels last, and back: tensor
-        cores take them so."""
+        """True if cuDNN converts a convolution's images to channels-last, for tensor cores."""
         return self.name in _CONVOLUTIONS and self.made[0].dtype in _HALF
 
     def flops(self) -> tuple[Kind, int]:
-        """What kind of operator this is, and its FLOPs."""
+        """Return the operator's kind and its FLOPs."""
         counts = flop_registry.get(self.func._overloadpacket)
         if counts is None:
             return "other", 0
         begin = _STARTS.get(self.name)
         if begin is not None and type(self.args[begin]) is Tensor:  # a fake tensor has no values
             rows, keys = (starts.long().diff() for starts in self.args[begin : begin + 2])
-            pair = (torch.tensor([0, 1]),) * 2 + (1, 1)  # linear in pairs of rows
+            pair = (torch.tensor([0, 1]),) * 2 + (1, 1)  # FLOPs are linear in pairs of rows
             args = (*self.args[:begin], *pair, *self.args[begin + 4 :])
             flops = int(rows @ keys) * counts(*args, **self.kwargs, out_val=self.result)
         else:
@@ -284,13 +279,13 @@ class _Operator(NamedTuple):
         return "convolution" if self.name in _CONVOLUTIONS else "product", flops
 
     def kernels(self) -> int:
-        """How many kernels it launches."""
+        """Return the number of kernels it launches."""
         if self.name in _CONVOLUTIONS:
             return len(self.made) + self._has_bias
         return _KERNELS.get(self.name, (1, 1))[0]
 
     def moved_bytes(self) -> int:
-        """Bytes that its kernels read and write."""
+        """Return the bytes that its kernels read and write."""
         read, written = _bytes(self.given), _bytes(self.made)
         if self.name.rstrip("_") in _NOT_READING:
             return written
@@ -300,7 +295,7 @@ class _Operator(NamedTuple):
             return _bytes(self.given[1:]) + 2 * written
         if self.name in _PLACING:
             return _bytes(self.given[1:]) + _bytes(self.given[-1:])
-        if self.name == "convolution_backward":  # each gradient is made of the output's
+        if self.name == "convolution_backward":  # each gradient reads the output's gradient
             read += (len(self.made) - 1) * _bytes(self.given[:1])
         if self.name in _CONVOLUTIONS:
             beside = _BIAS_PASSES * written if self._has_bias else 0
@@ -309,13 +304,12 @@ class _Operator(NamedTuple):
 
 
 def _padded(width: int) -> int:
-    """The width with which flash attention computes heads of this one (Dao 2023): its next multiple
-    of 32."""
+    """Return flash attention's computed head width (Dao 2023): the next multiple of 32."""
     return -(-width // 32) * 32
 
 
 def _bytes(tensors: list[Tensor]) -> int:
-    """Bytes that tensors cover together, those of one storage at most as often as it has them."""
+    """Return the bytes that tensors cover together, for each storage at most its size."""
     amounts: dict[int, int] = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()

@@ -1,22 +1,22 @@
-"""Divided linears that send while they multiply: all-gather → GEMM and GEMM → reduce-scatter of a
-TP group, chunk by chunk, forward and backward.
+"""Sharded linears that communicate while they multiply, chunk by chunk, forward and backward.
 
-Between `parallel.across` and its function the rows of the group exist nowhere as a whole. The
-column-parallel linears that read the same rows multiply every rank's rows as these arrive; the
-row-parallel linear after them sends each rank's partial sum on while it makes the next. Chunks
-travel through memory that the group's devices share where they can (`symmetric`), else round a ring
-of messages (`ring`). Backwards the two change roles:
+They are all-gather → GEMM and GEMM → reduce-scatter of a TP group. Between `parallel.across` and
+its function the rows of the group never exist as a whole. The column-parallel linears that read the
+same rows multiply every rank's rows as these arrive; the row-parallel linear after them sends each
+rank's partial sum while it computes the next. Chunks travel through symmetric memory of the group's
+devices if possible (`symmetric`), else round a ring of messages (`ring`). In the backward the two
+change roles:
 
-    row-parallel      the gradient's rows arrive behind the products that make the input's gradient;
+    row-parallel      the gradient's rows arrive overlapped with the GEMMs of the input's gradient;
                       they are kept for the weight's
-    column-parallel   partial gradients of own rows are summed behind the products that make them
+    column-parallel   partial gradients of local rows are summed overlapped with their GEMMs
 
-and the own rows, which are all that a column-parallel linear keeps, are gathered again from the
-row-parallel linear's backward on: behind its weight's gradient and whatever is between the two
-(attention).
+and the local rows, which are all that a column-parallel linear saves, are gathered again from the
+row-parallel linear's backward on: overlapped with its weight's gradient and everything between the
+two (attention).
 
-A library's module calls its linears as ever, with a placeholder in the place of the whole rows: its
-first column-parallel linear multiplies for those that belong `together`.
+A library's module calls its linears as usual, with a placeholder instead of all rows: its first
+column-parallel linear multiplies for all that belong `together`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from disttrain_cli.models.weight_parts import Splittable, hand_over
 
 
 class Way(Protocol):
-    """How rows travel behind products: `ring`, `symmetric`."""
+    """Transport of rows overlapped with GEMMs: `ring`, `symmetric`."""
 
     def gathered(
         self,
@@ -57,7 +57,7 @@ class Way(Protocol):
 
 
 class _Crossing:
-    """What the linears between own rows and own rows share."""
+    """State shared by the linears between local rows and local rows."""
 
     def __init__(self, own_RD: Tensor, rows: int, group: Group) -> None:
         self.rows, self.group = rows, group
@@ -66,15 +66,15 @@ class _Crossing:
         self.made: dict[ColumnLinear, Tensor] = {}
         # of the backward
         self.gathers_again = False
-        self.of_given: Tensor | None = None  # gradient of what the row-parallel linear is given
+        self.of_given: Tensor | None = None  # gradient of the row-parallel linear's input
         self._coming: Callable[[], Tensor] | None = None
 
     def way(self, like: Tensor, width: int) -> Way:
-        """How rows of this width travel, all ranks alike."""
+        """Return the transport for rows of this width, the same on all ranks."""
         return symmetric if symmetric.fits(self.rows, width, like.dtype, self.group) else ring
 
     def end(self) -> None:
-        """Let go of what only the forward needs."""
+        """Release the tensors that only the forward needs."""
         self.own_RD = None
         self.made.clear()
 
@@ -84,19 +84,19 @@ class _Crossing:
             self._coming = begin_all_gathered(own_RD.detach(), self.rows, self.group)
 
     def gathered(self) -> Tensor:
-        """All rows, as soon as they are there."""
+        """Wait for all rows and return them."""
         assert self._coming is not None
         coming, self._coming = self._coming, None
         return coming()
 
 
-# Of the process: autograd may run a second forward on a thread of its own.
+# Per process: autograd may run a second forward on another thread.
 _crossing: _Crossing | None = None
 
 
 @contextmanager
 def crossing(own_RD: Tensor, rows: int, group: Group) -> Iterator[Tensor]:
-    """A placeholder [rows, D] of all rows, of which divided linears inside read the shape alone."""
+    """Yield a placeholder [rows, D] of all rows; sharded linears inside read only its shape."""
     global _crossing
     before, now = _crossing, _Crossing(own_RD, rows, group)
     _crossing = now
@@ -128,13 +128,13 @@ class ColumnLinear(Splittable):
 
 
 class RowLinear(Splittable):
-    """GEMM → reduce-scatter: own rows [1, …, own rows, D]; the first rank adds the bias."""
+    """GEMM → reduce-scatter: local rows [1, …, local rows, D]; the first rank adds the bias."""
 
     def forward(self, given: Tensor) -> Tensor:
         assert _crossing is not None and _crossing.own_RD is not None
         rows_RF = given.flatten(0, -2)
         bias = None if _crossing.group.rank else self.bias
-        # what is kept is known before the products, so that a second forward ends before them
+        # saved tensors are known before the GEMMs, so that a recomputed forward stops before them
         promised = _Kept.apply(
             rows_RF, _crossing.own_RD.detach(), _crossing, self, self.in_graph, bias
         )
@@ -143,7 +143,7 @@ class RowLinear(Splittable):
 
 
 class _Columns(torch.autograd.Function):
-    """Own rows [·, D] → [rows, F] of each linear. Weights and biases come after the linears."""
+    """Local rows [·, D] → [rows, F] of each linear. Weights and biases come after the linears."""
 
     @staticmethod
     def forward(
@@ -195,8 +195,10 @@ class _Columns(torch.autograd.Function):
 
 
 class _Kept(torch.autograd.Function):
-    """Keeps what the backward of a row-parallel linear needs, and stands for its product [rows,
-    D']."""
+    """Saves tensors for a row-parallel linear's backward; its output stands for the product.
+
+    The product has shape [rows, D'].
+    """
 
     @staticmethod
     def forward(
@@ -227,7 +229,7 @@ class _Kept(torch.autograd.Function):
 
 
 class _Row(torch.autograd.Function):
-    """What `_Kept` promised → own rows of the sum over the group."""
+    """Placeholder from `_Kept` → local rows of the sum over the group."""
 
     @staticmethod
     def forward(
@@ -249,13 +251,13 @@ class _Row(torch.autograd.Function):
         whole, (crossing.of_given,) = crossing.way(gradient, gradient.shape[1]).gathered(
             gradient, crossing.rows, crossing.group, [weight], [None], ctx.keeps
         )
-        if whole is None:  # only who made the input waits for this
+        if whole is None:  # only the function that produced the input waits for this
             whole = gradient.new_empty(()).expand(crossing.rows, gradient.shape[1])
         return whole, None, None, None
 
 
 def _weight_gradient(linear: Splittable, gradient_RF: Tensor, given_RD: Tensor) -> Tensor | None:
-    """The gradient of a linear's weight, or None where it is handed over."""
+    """Return the gradient of a linear's weight, or None if it is deferred."""
 
     def made() -> Tensor:
         return gradient_RF.t() @ given_RD

@@ -1,15 +1,14 @@
-"""Tensor parallelism of a layer: what the ranks of a TP group send each other (Megatron-LM, Shoeybi
-et al. 2019).
+"""Tensor parallelism of a layer: the messages between the ranks of a TP group.
 
-Between the divided linears of a block every rank has all rows and its own heads or features;
-everywhere else it has its own rows (`division.own_rows`) and all features, so that norms, residuals
-and dropout are divided too (sequence parallelism, Korthikanti et al. 2022, section 4.2.2). Each
-function below is one half of a pair whose gradients are each other's forwards. Without a group (a
-TP of 1, or one part measured alone) they give back what they were given.
+See Megatron-LM, Shoeybi et al. 2019. Between the sharded linears of a block every rank has all rows
+and its own heads or features; everywhere else it has its local rows (`division.own_rows`) and all
+features, so that norms, residuals and dropout are divided, too (sequence parallelism, Korthikanti
+et al. 2022, section 4.2.2). Each function below is one half of a pair whose gradients are each
+other's forwards. Without a group (a TP of 1, or one shard measured alone) they return their input.
 
-A layer with `by_rows` takes and leaves its split tensors as own rows, so its undivided weights see
-a part of the rows only: their gradients are partial sums. All other layers take whole tensors,
-equal on every rank, and leave such.
+A layer with `by_rows` reads and writes its split tensors as local rows, so its replicated weights
+see a part of the rows only: their gradients are partial sums. All other layers read and write full
+tensors, equal on every rank.
 """
 
 from __future__ import annotations
@@ -26,21 +25,21 @@ from torch.nn import functional
 from disttrain_cli.models.group import Group, all_gathered, reduce_scattered
 from disttrain_cli.models.overlapped import crossing
 
-#: Numbers that are summed in one message, at least.
+#: Minimum number of elements summed in one message.
 BUCKET = 1 << 24
 
 
 def across(f: Callable[[Tensor], Tensor], own_RD: Tensor, rows: int, group: Group | None) -> Tensor:
-    """`f` on the rows of the whole group: own rows in, own rows out.
+    """Apply `f` to the rows of the entire group: local rows in, local rows out.
 
-    `f` maps [rows, D] to a partial sum [..., D'] of any number of rows, as divided linears give it.
-    For the backward the own rows are kept, and gathered again (Korthikanti et al. 2022, section
-    4.2.2): a group divides what it keeps. Where the group overlaps, divided linears do the sending
-    themselves (`overlapped`).
+    `f` maps [rows, D] to a partial sum [..., D'] of any number of rows, as sharded linears return
+    it. For the backward the local rows are saved and gathered again (Korthikanti et al. 2022,
+    section 4.2.2): a group divides its saved tensors. If the group overlaps, sharded linears
+    communicate themselves (`overlapped`).
     """
     if group is None:
         return f(own_RD).flatten(0, -2)
-    if not rows:  # of a CP group, those of another rank
+    if not rows:  # in a CP group: rows of another rank
         return scatter(f(own_RD).flatten(0, -2), group)
     if group.overlap:
         with crossing(own_RD, rows, group) as whole_RD:
@@ -52,48 +51,42 @@ def across(f: Callable[[Tensor], Tensor], own_RD: Tensor, rows: int, group: Grou
 
 
 def gather(local: Tensor, rows: int, group: Group | None) -> Tensor:
-    """Own rows → all `rows` rows. The gradient of what each rank does with them is summed and
-    divided again."""
+    """Gather local rows → all `rows` rows; the backward reduce-scatters the gradient."""
     return local if group is None or not rows else _Gather.apply(local, rows, group)
 
 
 def scatter(partial: Tensor, group: Group | None) -> Tensor:
-    """A partial sum of all rows → own rows of the sum."""
+    """Reduce-scatter a partial sum of all rows → local rows of the sum."""
     return partial if group is None or not len(partial) else _Scatter.apply(partial, group)
 
 
 def reduce(partial: Tensor, group: Group | None) -> Tensor:
-    """A partial sum → the sum, with which every rank does the same: its gradient is whole on every
-    rank."""
+    """All-reduce a partial sum that every rank then uses alike, so its gradient is full."""
     return partial if group is None else _Reduce.apply(partial, group)
 
 
 def copy(whole: Tensor, group: Group | None) -> Tensor:
-    """A tensor that all ranks have, for use by divided linears: the gradient's partial sums are
-    summed."""
+    """Return a replicated tensor for sharded linears; the backward all-reduces its gradient."""
     return whole if group is None else _Copy.apply(whole, group)
 
 
 def split(whole: Tensor, group: Group | None) -> Tensor:
-    """Own rows of a tensor that all ranks have; only the own rows' gradient flows back."""
+    """Return the local rows of a replicated tensor; only their gradient flows back."""
     return whole if group is None else whole[group.local_rows(len(whole))]
 
 
 def share(whole: Tensor, group: Group | None) -> Tensor:
-    """A tensor that all ranks made alike from gathered rows: each answers for its own rows of the
-    whole gradient."""
+    """Return a tensor computed alike on all ranks; each backpropagates its local rows only."""
     return whole if group is None else _Share.apply(whole, group)
 
 
 def once(loss: Tensor, group: Group | None) -> Tensor:
-    """A loss that all ranks computed alike: its value counts on the first one only, its gradient
-    everywhere."""
+    """Return a loss computed alike on all ranks: its value on the first, its gradient on all."""
     return loss if group is None or group.rank == 0 else loss - loss.detach()
 
 
 def embed(ids_R: Tensor, weight_VD: Tensor, first_id: int) -> Tensor:
-    """Embeddings of a vocabulary shard that starts at `first_id`; zeros for the ids of other
-    ranks."""
+    """Return embeddings of a vocabulary shard from `first_id` on; zeros for other ranks' ids."""
     local = ids_R - first_id
     foreign = (local < 0) | (local >= len(weight_VD))
     return functional.embedding(local.masked_fill(foreign, 0), weight_VD).masked_fill(
@@ -102,15 +95,15 @@ def embed(ids_R: Tensor, weight_VD: Tensor, first_id: int) -> Tensor:
 
 
 def all_reduced(tensor: Tensor, group: Group, op: Any = dist.ReduceOp.SUM) -> Tensor:
-    """The sum (or maximum) of a tensor over the group, as a new tensor."""
-    # autograd keeps what it gave
+    """Return the sum (or maximum) of a tensor over the group, as a new tensor."""
+    # a copy, as autograd may have saved the input
     total = tensor.to(group.wire(tensor)).clone(memory_format=torch.contiguous_format)
     group.all_reduce(total, op)
     return total.to(tensor.device)
 
 
 def sum_over(tensors: Sequence[Tensor], group: Group) -> None:
-    """Replace tensors of one type by their sums over the group, small ones in few messages."""
+    """Replace tensors of one dtype by their sums over the group, small ones in few messages."""
     bucket: list[Tensor] = []
     for index, tensor in enumerate(tensors, 1):
         bucket.append(tensor)
@@ -122,11 +115,9 @@ def sum_over(tensors: Sequence[Tensor], group: Group) -> None:
 
 
 def _kept_as(local: Tensor, whole: Tensor, group: Group) -> AbstractContextManager[Any]:
-    """What autograd keeps of gathered rows: the local ones, of which its nodes have views again in
-    the backward.
+    """Make autograd save local rows instead of gathered ones, and gather again in the backward.
 
-    Where a layer is recomputed nothing of it is kept anyway, and the hooks that see to that stay
-    the innermost.
+    A recomputed layer saves nothing anyway, and the hooks of the recomputation must stay innermost.
     """
     if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
         return nullcontext()
@@ -134,14 +125,14 @@ def _kept_as(local: Tensor, whole: Tensor, group: Group) -> AbstractContextManag
 
     def pack(tensor: Tensor) -> Any:
         if tensor.untyped_storage()._cdata != address:
-            return tensor.detach()  # an output that its own node keeps would never be freed
+            return tensor.detach()  # an output saved by its own node would never be freed
         packed[0] += 1
         return tensor.size(), tensor.stride(), tensor.storage_offset()
 
     def unpack(kept: Any) -> Tensor:
         if isinstance(kept, Tensor):
             return kept
-        if not again:  # the views of all nodes share one message
+        if not again:  # one message serves the views of all nodes
             again.extend([all_gathered(local, rows, group)] * packed[0])
         return again.pop().as_strided(*kept)
 

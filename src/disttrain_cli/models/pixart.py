@@ -1,10 +1,10 @@
-"""diffusers' PixArtTransformer2DModel as pipeline layers: projector, in, block × n, out with the
-image loss.
+"""diffusers' PixArtTransformer2DModel as pipeline layers.
 
-A diffusion transformer (Peebles and Xie 2023) with cross-attention and one shared modulation of all
-blocks by the timestep, adaLN-single (Chen et al. 2023, arXiv 2310.00426, section 2.3). Rows of an
-image: its patches in raster order, one row of shape [P, D]. Where the model also predicts a
-variance, that half of its channels is not trained.
+In order: projector, in, block × n, out with the image loss. A diffusion transformer (Peebles and
+Xie 2023) with cross-attention and one shared modulation of all blocks by the timestep, adaLN-single
+(Chen et al. 2023, arXiv 2310.00426, section 2.3). Rows of an image: its patches in raster order,
+one row of shape [P, D]. If the model also predicts a variance, that half of its channels is not
+trained.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from disttrain_cli.models.host import constant
 from disttrain_cli.models.layer import Batch, PipelineLayer, TensorSpec
 from disttrain_cli.models.processors import with_own_attention
 
-# Heads and FFN of a block, whose first linear gives value and gate, or only a value.
+# Heads and FFN of a block, whose first linear returns value and gate, or only a value.
 GATED = Division(
     column=("to_q", "to_k", "to_v"), fused=("ff.net.0.proj",), row=("to_out.0", "ff.net.2")
 )
@@ -42,8 +42,10 @@ PLAIN = Division(column=("to_q", "to_k", "to_v", "ff.net.0.proj"), row=("to_out.
 
 
 class In(Start):
-    """Noisy latents → patches with sinusoidal positions; timestep → modulation; conditioning → the
-    blocks' width."""
+    """Noisy latents → patches with sinusoidal positions; timestep → modulation; conditioning.
+
+    The conditioning is projected to the blocks' width.
+    """
 
     def __init__(self, module: str, whole: Any, canvas: Canvas) -> None:
         super().__init__(module, canvas)
@@ -92,7 +94,7 @@ class In(Start):
         return result
 
     def _positions(self, patches_NPD: Tensor) -> Tensor:
-        """Sinusoids [P, D], with the dtype of the patches; they are no weights."""
+        """Return sinusoids [P, D] in the dtype of the patches; they are not weights."""
         if patches_NPD.is_meta:
             return patches_NPD.new_empty(patches_NPD.shape[1:])
         return constant(
@@ -115,7 +117,7 @@ def _positions(width: int, side: int, interpolation: float) -> Tensor:
 
 
 class Block(GeneratorLayer):
-    """One diffusers BasicTransformerBlock."""
+    """diffusers' BasicTransformerBlock."""
 
     kind = "block"
     reads = ("patches", "modulation", "conditioning")
@@ -178,11 +180,12 @@ def makers(
     llm_width: int,
     loss_weight: float,
 ) -> list[LayerMaker]:
-    """The layers of a diffusion transformer in pipeline order; weights start as diffusers starts
-    them.
+    """Return the layer factories of a diffusion transformer in pipeline order.
+
+    Weights are initialised as in diffusers.
 
     Raises:
-        SpecError: diffusers refuses the configuration.
+        SpecError: diffusers rejects the configuration.
     """
     whole = cache(partial(whole_model, module, "pixart", config))
     conditioning = config["caption_channels"] or config["cross_attention_dim"]

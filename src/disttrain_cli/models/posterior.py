@@ -1,8 +1,8 @@
-"""The latents that a step draws of an image: a sample of what a VAE's encoder makes of it.
+"""Latents of an image: a sample of the posterior that a VAE's encoder predicts.
 
 Latent diffusion (Rombach et al. 2022, section 3.1): z = scaling · (sample of the posterior −
 shift). The sample is drawn from the image's own seed on the CPU, so it does not depend on rank or
-device, nor on whether the posterior's moments were made in this step or beforehand.
+device, nor on whether the posterior's moments were computed in this step or cached.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from disttrain_cli.models.host import to_device
 from disttrain_cli.models.layer import Batch
 from disttrain_cli.models.noise import own_seed
 
-#: Keeps the posterior's draw apart from the diffusion noise of the same seed.
+#: Separates the posterior's draw from the diffusion noise of the same seed.
 _POSTERIOR = 0x1A7E27
 
 
 @dataclass(frozen=True)
 class Posterior:
-    """How latents follow from a VAE's moments."""
+    """Conversion of a VAE's moments to latents."""
 
     scaling: float
     shift: float
 
     @torch.no_grad()
     def sample(self, moments_NCHW: Tensor, batch: Batch, index: int) -> Tensor:
-        """Latents [N, C, H, W] of the batch's targets, for the generator at `index`.
+        """Return latents [N, C, H, W] of the batch's targets, for the generator at `index`.
 
         Args:
             moments_NCHW: mean and log-variance [N, 2 · C, H, W].
@@ -44,13 +44,15 @@ class Posterior:
 
 
 def posterior_of(config: dict[str, Any]) -> Posterior:
-    """That of an AutoencoderKL's configuration."""
+    """Return the posterior of an AutoencoderKL's configuration."""
     return Posterior(config["scaling_factor"], config["shift_factor"] or 0.0)
 
 
 def draw(batch: Batch, shape: tuple[int, ...], index: int) -> Tensor:
-    """Standard normal [N, *shape] of a batch's targets, float32 on the CPU (without values on the
-    meta device)."""
+    """Draw standard normal [N, *shape] float32 on the CPU for a batch's targets.
+
+    On the meta device the result has no values.
+    """
     noise_seeds = batch.of("target").noise_seeds
     assert noise_seeds is not None
     if noise_seeds.is_meta:

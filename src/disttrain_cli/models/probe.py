@@ -1,5 +1,4 @@
-"""Synthetic inputs of given sizes: batches and state tensors with random values and consistent
-counts."""
+"""Synthetic inputs of given sizes: batches and state tensors with random values."""
 
 from __future__ import annotations
 
@@ -30,11 +29,10 @@ def probe_work(
     documents: Sequence[Sequence[int]] = (),
     **items: Given,
 ) -> Work:
-    """Work that a probe batch of these sizes brings to a module (see `probe_batch`).
+    """Return a module's work in a probe batch of these sizes (see `probe_batch`).
 
     Args:
-        windows: as a step's work counts; else as operators on the meta device do, which know no
-            windows.
+        windows: count as a step's work; else as operators on the meta device, which ignore windows.
     """
     head = inputs.head(module)
     if head is not None:
@@ -49,8 +47,10 @@ def probe_work(
 
 
 def grids_of(given: Given) -> list[Grid]:
-    """Grids of items, of which there may be a number only where all are alike; equal ones are
-    adjacent. Those from JSON are lists and become tuples."""
+    """Return the grids of items, equal ones adjacent; a mere count if all items are alike.
+
+    Lists from JSON become tuples.
+    """
     if isinstance(given, int):
         return [(1, 1)] * given
     return sorted((rows, columns) for rows, columns in given)
@@ -65,17 +65,17 @@ def probe_batch(
     length: int | None = None,
     **items: Given,
 ) -> Batch:
-    """A batch with sequences of samples of these lengths, and with items of each modality:
-    `image=[(4, 6), (4, 6)]`, `audio=2`, `target=1`.
+    """Return a batch with sequences of samples of these lengths, and items of each modality.
+
+    Items are given as `image=[(4, 6), (4, 6)]`, `audio=2`, `target=1`. Tokens of encoders' items
+    take the first positions of the sequences and those of targets the last. If the sequences have
+    no room for them (or there are none), the batch has no positions for them and serves the other
+    modules only.
 
     Args:
         documents: for each sequence the tokens of its samples; the rest of the sequence is padding.
-        length: tokens of a sequence, padding included; the model's own if not given.
-        items: by modality, patches (rows, columns) of each item; how many where all are alike.
-
-    Tokens of encoders' items take the first positions of the sequences and those of targets the
-    last. If the sequences have no room for them (or there are none), the batch has no positions for
-    them and serves the other modules only.
+        length: tokens of a sequence, padding included; the model's own if None.
+        items: by modality, patches (rows, columns) of each item, or their count if all are alike.
     """
     generator = torch.Generator("cpu").manual_seed(seed)
     with torch.device("cpu"):
@@ -91,7 +91,7 @@ def probe_batch(
 
 
 def row_count(spec: TensorSpec, inputs: ModelInputs, batch: Batch) -> int:
-    """Rows of a state tensor for a whole batch."""
+    """Return the rows of a state tensor for an entire batch."""
     if spec.item == "sequence":
         assert batch.token_ids is not None
         return batch.token_ids.numel()
@@ -114,9 +114,9 @@ def state_at(
     *,
     tp: int = 1,
 ) -> dict[str, Tensor]:
-    """Random state for the cut before layer `cut`: standard normal leaves that ask for gradients.
+    """Return random state for the cut before layer `cut`: standard normal leaves that require grad.
 
-    Of a TP group the first rank's, which has the own rows of tensors that are divided.
+    In a TP group the first rank's, which has the local rows of split tensors.
     """
     generator = torch.Generator("cpu").manual_seed(seed)
     state = {}
@@ -140,7 +140,7 @@ def entry_state(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
 ) -> dict[str, Tensor]:
-    """Random state at the entry of a module (see `state_at`)."""
+    """Return random state at the entry of a module (see `state_at`)."""
     cut = next(i for i, layer in enumerate(table) if layer.module == module)
     return state_at(table, cut, inputs, batch, device, dtype, seed)
 
@@ -161,7 +161,7 @@ def _items(
             else torch.randn(shape, generator=generator)
             for shape in shapes
         ]
-        # without items still a tensor, whose shape layers look at
+        # without items still an empty tensor, whose shape layers read
         values[number] = blocks or [torch.zeros((0, *head.shape_of((1, 1))))][: int(head.alike)]
     if item != "target":
         return Items(grids, values, seeds=torch.arange(len(grids)))
@@ -196,7 +196,7 @@ def _with_tokens(
     }
     items, fits, first = {}, sum(counts.values()) <= len(free), 0
     for item, prepared in batch.items.items():
-        # those of targets are the last ones
+        # targets take the last positions
         start = len(free) - counts[item] if item == "target" else first
         first += 0 if item == "target" else counts[item]
         items[item] = replace(prepared, rows=free[start : start + counts[item]] if fits else None)
@@ -214,7 +214,7 @@ def _with_tokens(
 
 
 def _moved(batch: Batch, device: torch.device) -> Batch:
-    host = {"noise_seeds"} if device.type != "meta" else set()  # what layers read there (`noise`)
+    host = {"noise_seeds"} if device.type != "meta" else set()  # read on the host (`noise`)
 
     def move(value: Any) -> Any:
         return tree_map_only(Tensor, lambda tensor: tensor.to(device), value)

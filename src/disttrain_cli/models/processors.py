@@ -1,5 +1,7 @@
-"""What stands in for diffusers' attention processors: their layers stay as they are, but rows
-attend as in `attention`."""
+"""Replacements of diffusers' attention processors, which attend as in `attention`.
+
+The layers themselves are unchanged.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,7 @@ from disttrain_cli.models.attention import Segments, attend, equal_segments
 
 
 def with_own_attention(layer: nn.Module) -> nn.Module:
-    """The layer with diffusers' attention, stock except for what computes the scores, attending as
-    above."""
+    """Replace the processors of diffusers' attention in a layer, and return the layer."""
     from diffusers.models.attention_processor import (
         Attention,
         AttnProcessor2_0,
@@ -35,8 +36,10 @@ def with_own_attention(layer: nn.Module) -> nn.Module:
 
 
 class _Processor:
-    """As diffusers' AttnProcessor2_0: rows [N, L, D] or an image [N, D, H, W], attending those [N,
-    S, D'] if given."""
+    """Replacement of diffusers' AttnProcessor2_0.
+
+    Rows [N, L, D] or an image [N, D, H, W] attend to themselves or to [N, S, D'].
+    """
 
     def __call__(
         self,
@@ -71,8 +74,11 @@ class _Processor:
 
 
 class _JointProcessor:
-    """As diffusers' JointAttnProcessor2_0: rows [N, L, D] attend themselves and others [N, S, D],
-    which have weights of their own, and these all of them."""
+    """Replacement of diffusers' JointAttnProcessor2_0.
+
+    Rows [N, L, D] attend to themselves and to others [N, S, D], which have weights of their own and
+    attend to all rows, too.
+    """
 
     def __call__(
         self,
@@ -92,8 +98,10 @@ class _JointProcessor:
 
 
 class _TurningProcessor:
-    """As diffusers' FluxAttnProcessor and Lumina2AttnProcessor2_0: the same with the others first,
-    and queries and keys turned by their positions."""
+    """Replacement of diffusers' FluxAttnProcessor and Lumina2AttnProcessor2_0.
+
+    As `_JointProcessor`, but the others come first, and queries and keys are rotated by position.
+    """
 
     def __call__(
         self,
@@ -130,8 +138,10 @@ def _added(attention: Any, rows_NLD: Tensor) -> list[Tensor]:
 
 
 def _heads(attention: Any, rows_NLD: Tensor, *linears: tuple[Any, Any]) -> list[Tensor]:
-    """Queries, keys and values [N, L, H, D'], each by its linear and, if there is one, norm; of
-    keys and values H may be smaller."""
+    """Return queries, keys and values [N, L, H, D'], each by its linear and optional norm.
+
+    Keys and values may have fewer heads.
+    """
     heads, width = [], attention.to_q.out_features // attention.heads
     for linear, norm in linears:
         made = linear(rows_NLD).unflatten(-1, (-1, width))
@@ -142,13 +152,13 @@ def _heads(attention: Any, rows_NLD: Tensor, *linears: tuple[Any, Any]) -> list[
 def _attended(
     query_NLHD: Tensor, key_NSHD: Tensor, value_NSHD: Tensor, to: Segments | None = None
 ) -> Tensor:
-    """[N, L, H·D], of every item's rows to all of its rows, or to those of `to`."""
+    """Return attention [N, L, H·D] of every item's rows to all of its rows, or to those of `to`."""
     within = equal_segments(*query_NLHD.shape[:2], query_NLHD.device)
     query, key, value = (one.flatten(0, 1) for one in (query_NLHD, key_NSHD, value_NSHD))
     return attend(query, key, value, within, to).flatten(1).unflatten(0, (len(query_NLHD), -1))
 
 
 def _out(attention: Any, rows_NLD: Tensor) -> Tensor:
-    """Through the linear behind attention, and dropout."""
+    """Apply the linear after attention, and dropout."""
     linear, dropout = attention.to_out
     return dropout(linear(rows_NLD))

@@ -1,12 +1,14 @@
-"""What joins an image tower to the LLM: its final norm, m × m neighbouring patches merged to one
-row (pixel shuffle), and linears to the LLM's width, in the forms that published models have.
+"""Projector of an image tower into the LLM's width, in the forms that published models have.
 
-- `mlp`: linear, GELU, linear, as LLaVA's.
-- `norm_mlp`: the same behind a norm of the merged rows, as InternVL's.
-- `linear`: one linear without bias, as Idefics3's and SmolVLM's.
+It consists of the tower's final norm, m × m neighbouring patches merged to one row (pixel shuffle),
+and linears to the LLM's width:
 
-Where rows of tiles are those of a joined picture (`spec.joined_tiles`), as many rows of a learned
-`image_newline` as a tile has rows stand behind those of each tile.
+- `mlp`: linear, GELU, linear, as in LLaVA.
+- `norm_mlp`: the same after a norm of the merged rows, as in InternVL.
+- `linear`: one linear without bias, as in Idefics3 and SmolVLM.
+
+If the rows of tiles are those of a joined picture (`spec.joined_tiles`), each tile is followed by
+as many rows of a learned `image_newline` as it has rows.
 """
 
 from __future__ import annotations
@@ -30,18 +32,20 @@ from disttrain_cli.spec.runfile.model import Projector as Form
 
 
 class Joint(NamedTuple):
-    """How a tower is joined to the LLM."""
+    """Projector settings of a tower."""
 
     form: Form
-    merge: int  # patches per side of what becomes one row
-    hidden: int  # width between the linears, where there are two
-    width: int  # of the LLM
-    newlines: int = 0  # rows of `image_newline` behind those of an image
+    merge: int  # patches per side merged to one row
+    hidden: int  # width between the linears, if there are two
+    width: int  # the LLM's width
+    newlines: int = 0  # rows of `image_newline` after those of an image
 
 
 def merged(rows_RD: Tensor, grids: list[tuple[int, int]], merge: int, extra: int) -> Tensor:
-    """m × m neighbouring patches side by side, row by row, [Σ P / m², m·m·D]; the `extra` first
-    rows of an image are dropped."""
+    """Return m × m neighbouring patches concatenated, row by row: [Σ P / m², m·m·D].
+
+    The `extra` first rows of an image are dropped.
+    """
     blocks = []
     for view, (_, rows, columns) in zip(by_grid(rows_RD, grids, extra), runs(grids), strict=True):
         # [N, h, m, w, m, D]
@@ -52,8 +56,7 @@ def merged(rows_RD: Tensor, grids: list[tuple[int, int]], merge: int, extra: int
 
 @lru_cache(maxsize=1024)
 def neighbours(rows: int, columns: int, merge: int) -> Ints:
-    """[rows · columns] patches of a grid, by their number in raster order, in the order of
-    `merged`."""
+    """Return [rows · columns] raster indices of a grid's patches, in the order of `merged`."""
     numbers = np.arange(rows * columns).reshape(rows // merge, merge, columns // merge, merge)
     return numbers.swapaxes(1, 2).ravel()
 
@@ -61,9 +64,11 @@ def neighbours(rows: int, columns: int, merge: int) -> Ints:
 def own_merged(
     own_RD: Tensor, grids: list[tuple[int, int]], merge: int, extra: int, newlines: int, cp: Group
 ) -> tuple[Tensor, Ints]:
-    """As `merged`, of a rank of a CP group with own rows: the blocks among the rows that it has of
-    what the LLM will see, [B, m·m·D], and where these rows are, [R']: a block's number, or B of a
-    newline."""
+    """Return the merged blocks among a CP rank's local rows, and the position of each row.
+
+    As `merged`, from local rows: the blocks [B, m·m·D] among the local part of the rows that the
+    LLM reads, and for each of these rows [R'] the index of its block, or B for a newline.
+    """
     patches, is_block, start = [], [], 0
     for images, rows, columns in runs(grids):
         length = rows * columns + extra
@@ -82,11 +87,10 @@ def own_merged(
 
 
 class Projector(ImageLayer):
-    """Final norm, class token dropped, m × m neighbouring patches merged, two-layer MLP to the
-    LLM's width.
+    """Final norm, class token dropped, m × m patches merged, two-layer MLP to the LLM's width.
 
-    `norm` is the name of the final norm in the published weights; None where an inner block's
-    output is read, or the tower has none.
+    `norm` is the name of the final norm in the published weights; None if an inner block's output
+    is read, or the tower has none.
     """
 
     kind = "projector"
@@ -108,7 +112,7 @@ class Projector(ImageLayer):
         self.image_newline = nn.Parameter(torch.empty(joint.width)) if joint.newlines else None
 
     def join(self, given: int, joint: Joint) -> None:
-        """Make what maps merged rows, `given` wide, to the LLM's width."""
+        """Create the linears from merged rows, `given` wide, to the LLM's width."""
         self.mlp = nn.Sequential(
             nn.Linear(given, joint.hidden), nn.GELU(), nn.Linear(joint.hidden, joint.width)
         )
@@ -129,12 +133,12 @@ class Projector(ImageLayer):
         return {EMBEDS: across(project, normed, self.rows(batch), self.group)}
 
     def project(self, merged_TD: Tensor) -> Tensor:
-        """What merged rows become."""
+        """Project merged rows to the LLM's width."""
         made: Tensor = self.mlp(merged_TD)
         return made
 
     def _with_newlines(self, made_TD: Tensor, grids: list[tuple[int, int]]) -> Tensor:
-        """Rows of `image_newline` behind those of each image."""
+        """Return the rows with `image_newline` rows appended to those of each image."""
         newline_D = self._newline()
         merged_grids = [(rows // self.merge, columns // self.merge) for rows, columns in grids]
         blocks = [
@@ -144,31 +148,31 @@ class Projector(ImageLayer):
         return torch.cat(blocks)
 
     def _own_newlines(self, made_BD: Tensor, places: Ints) -> Tensor:
-        """The same where a CP group has the rows: own blocks and newlines at their places."""
+        """Return a CP rank's local blocks and newlines, in order."""
         rows = torch.cat([made_BD, self._newline()[None]])
         return rows.index_select(0, to_device(torch.from_numpy(places), rows.device))
 
     def _newline(self) -> Tensor:
-        """A row of `image_newline`; of a TP group's partial sums the first rank has it."""
+        """Return an `image_newline` row; zeros on all ranks of a TP group but the first."""
         assert self.image_newline is not None
         first = self.group is None or not self.group.rank
         return self.image_newline if first else torch.zeros_like(self.image_newline)
 
 
 class NormedProjector(Projector):
-    """The same behind a norm of the merged rows."""
+    """`Projector` with a norm of the merged rows before its MLP."""
 
     def join(self, given: int, joint: Joint) -> None:
         super().join(given, joint)
         self.merged_norm = nn.LayerNorm(given)
 
     def project(self, merged_TD: Tensor) -> Tensor:
-        # every rank norms all rows: own patches may end inside one
+        # every rank normalises all rows: local patches may end inside one
         return super().project(self.merged_norm(merged_TD))
 
 
 class LinearProjector(Projector):
-    """One linear without bias: over a TP group every rank has it whole, and makes its own rows."""
+    """One linear without bias, replicated over a TP group; each rank computes its local rows."""
 
     division = Division()
 
@@ -185,7 +189,7 @@ class LinearProjector(Projector):
         return {EMBEDS: self.linear(split(blocks, self.group))}
 
 
-#: By the values of `ModuleSpec.projector`.
+#: Projectors by the values of `ModuleSpec.projector`.
 FORMS: dict[Form, type[Projector]] = {
     "mlp": Projector,
     "norm_mlp": NormedProjector,
@@ -196,5 +200,5 @@ FORMS: dict[Form, type[Projector]] = {
 def projector(
     module: str, config: Any, norm: str | None, extra: int, joint: Joint, std: float
 ) -> LayerMaker:
-    """The last layer of a tower."""
+    """Return the factory of a tower's last layer."""
     return LayerMaker(partial(FORMS[joint.form], module, config, norm, extra, joint), std)

@@ -1,10 +1,9 @@
-"""Folders of published weights: their tensors by name, read one at a time, whatever the prefix they
-were saved under.
+"""Folders of published weights: tensors by name, read one at a time, under any prefix.
 
-A folder is laid out as Hugging Face lays it out: one safetensors file, or several with an index.
-Pickled files are never opened. Names are those of the installed library's class; names that older
-versions wrote are translated by the library's own rules, and a model that was saved as a part of a
-larger one is found by looking.
+A folder follows Hugging Face's layout: one safetensors file, or several with an index. Pickled
+files are never opened. Names are those of the installed library's class; names that older versions
+wrote are translated by the library's own rules, and the prefix of a model that was saved inside a
+larger one is inferred from the names.
 """
 
 from __future__ import annotations
@@ -27,15 +26,15 @@ from disttrain_cli.spec.families.table import FAMILIES
 from disttrain_cli.spec.files import parse_json
 from disttrain_cli.spec.hub import fetch_weights
 
-#: Files that transformers and diffusers write; an index beside the name says that the tensors are
-#: in several.
+#: Files that transformers and diffusers write; an index with this name plus a suffix lists several
+#: files.
 SINGLE = ("model.safetensors", "diffusion_pytorch_model.safetensors")
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.bin.index.json")
 
-POINTER = b"version https://git-lfs"  # its beginning
+POINTER = b"version https://git-lfs"  # first bytes of a pointer file
 
 _VAE = "diffusers:AutoencoderKL"
-# Attention of autoencoders saved by diffusers before 0.16.
+# Renamed attention parameters of autoencoders saved by diffusers before 0.16.
 _OLD_VAE = {
     ".query.": ".to_q.",
     ".key.": ".to_k.",
@@ -45,9 +44,9 @@ _OLD_VAE = {
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a folder; none where it holds no weights at all.
+    """Return the safetensors files of a folder; empty if it holds no weights at all.
 
-    Those of a name on Hugging Face are downloaded where they are not there.
+    For a model name on Hugging Face, missing files are downloaded.
 
     Raises:
         SpecError: the weights are pickled only, or files that the index names are missing, or
@@ -82,7 +81,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def _no_pointers(files: list[Path]) -> list[Path]:
-    """The same files; SpecError where Git LFS has yet to bring some."""
+    """Return the same files; raise SpecError if one is a Git LFS pointer."""
     for path in files:
         with path.open("rb") as file:
             pointer = file.read(len(POINTER)) == POINTER
@@ -119,7 +118,7 @@ def _of_index(index: Path) -> list[Path]:
 
 
 class Weights:
-    """The tensors of some safetensors files by name; a context that closes the files."""
+    """Tensors of some safetensors files by name; a context manager that closes the files."""
 
     def __init__(self, files: Iterable[Path]) -> None:
         from safetensors import SafetensorError, safe_open
@@ -149,23 +148,22 @@ class Weights:
         return self._file_of.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor, without reading it."""
+        """Return the shape of a tensor, without reading it."""
         return tuple(self._file_of[name][1].get_slice(name).get_shape())
 
     def stored_as(self, name: str) -> str:
-        """What a tensor's numbers are, in safetensors' words: F32, BF16, I8, …"""
+        """Return a tensor's dtype as safetensors names it: F32, BF16, I8 and others."""
         return str(self._file_of[name][1].get_slice(name).get_dtype())
 
     def read(self, name: str) -> Tensor:
-        """One tensor."""
+        """Return one tensor."""
         tensor: Tensor = self._file_of[name][1].get_tensor(name)
         return tensor
 
 
 @cache
 def published_class(architecture: str) -> Any:
-    """The class of transformers or diffusers that saves and loads the weights of an architecture,
-    or of a whole model of a family."""
+    """Return the library class that saves and loads an architecture or a whole model."""
     if architecture == "vae":
         path = _VAE
     elif architecture in FAMILIES:
@@ -177,21 +175,23 @@ def published_class(architecture: str) -> Any:
 
 
 def on_meta(architecture: str, config: Any) -> Any:
-    """A published model without memory for its weights; diffusers' classes take a dict of
-    arguments."""
+    """Return a published model without memory for its weights.
+
+    diffusers' classes take a dict of arguments.
+    """
     made = published_class(architecture)
     with torch.device("meta"):
         if isinstance(config, dict):
             return made(**config)
         config = copy.deepcopy(config)
-        if not isinstance(config, made.config_class):  # a part of a whole model's
+        if not isinstance(config, made.config_class):  # the section of a whole model
             config = made.config_class.from_dict(config.to_dict())
-        config._attn_implementation = None  # its own choice
+        config._attn_implementation = None  # the class's default
         return made(config)
 
 
 def renaming(architecture: str, config: Any) -> Callable[[str], str]:
-    """How names of the architecture's published tensors are spelt today."""
+    """Return a function from published tensor names to the installed class's names."""
     if architecture == "vae":
         return _renamed_vae
     if isinstance(config, dict):
@@ -216,12 +216,11 @@ def _renamed_vae(name: str) -> str:
 def locate(
     names: Collection[str], wanted: Collection[str], rename: Callable[[str], str]
 ) -> dict[str, str]:
-    """Where each wanted tensor is: from its name in the class to its name in the files, for those
-    that are there.
+    """Return the name in the files of each wanted tensor that exists, by its name in the class.
 
-    A part of a larger model has a prefix there ("language_model.", "vision_tower.vision_model."),
-    which is the one that finds the most; what it does not find (an LLM's head beside its body) is
-    taken from the parts around it.
+    A part of a larger model has a prefix there ("language_model.", "vision_tower.vision_model."):
+    the prefix with the most matches is used; tensors without a match (an LLM's head outside its
+    body) are looked up under its parent prefixes.
     """
     by_prefix: dict[str, dict[str, str]] = {}
     for prefix in sorted({prefix for name in names for prefix in _prefixes(name)}, key=len):
@@ -237,7 +236,7 @@ def locate(
 
 
 def _prefixes(name: str) -> Iterable[str]:
-    """ "", "a.", "a.b.", … of "a.b.3.c", up to the first number."""
+    """Yield "", "a.", "a.b.", … for "a.b.3.c", up to the first number."""
     prefix = ""
     for part in name.split(".")[:-1]:
         yield prefix

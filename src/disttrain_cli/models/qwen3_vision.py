@@ -1,11 +1,12 @@
-"""Qwen3-VL's vision tower as pipeline layers: embed, block × n with a DeepStack merger after some,
-merger, and a projector unless the merger ends in the LLM's width.
+"""Qwen3-VL's vision tower as pipeline layers.
 
-Images have any size in whole merge blocks; a learned grid of positions is interpolated to it (Bai
-et al. 2025, arXiv 2511.21631, section 2). Rows of an image: m × m patches of a merge block after
-another, blocks in raster order, so that mergers take runs of rows. Every block attends over the
-whole image. What DeepStack's mergers make of inner blocks crosses to the LLM beside the tower's
-last rows, and is added behind its first blocks (`decoder.DeepBlock`).
+In order: embed, block × n with a DeepStack merger after some, merger, and a projector unless the
+merger's output has the LLM's width. Images have any size in whole merge blocks; a learned grid of
+positions is interpolated to it (Bai et al. 2025, arXiv 2511.21631, section 2). Rows of an image:
+the m × m patches of one merge block after another, blocks in raster order, so that mergers read
+runs of rows. Every block attends over the entire image. The outputs of DeepStack's mergers are sent
+to the LLM together with the tower's last rows, and are added after its first blocks
+(`decoder.DeepBlock`).
 """
 
 from __future__ import annotations
@@ -27,8 +28,10 @@ from disttrain_cli.models.towers import EMBEDS, positions
 
 
 class Embed(qwen_vision.Embed):
-    """Pixels [N, C, H, W], or of two frames [N, 2 · C, H, W] → a convolution of each patch and its
-    position, in the rows' order."""
+    """Pixels → a convolution of each patch and its position, in the rows' order.
+
+    Pixels are [N, C, H, W], or [N, 2 · C, H, W] of two frames.
+    """
 
     def __init__(self, module: str, config: Any) -> None:
         from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionPatchEmbed
@@ -48,13 +51,12 @@ class Embed(qwen_vision.Embed):
         )
 
     def _learned(self, rows: int, columns: int) -> Tensor:
-        """Positions of the patches of a grid, in raster order."""
+        """Return the positions of a grid's patches, in raster order."""
         return positions(self.pos_embed.weight, rows, columns, "bilinear")
 
 
 class Block(qwen_vision.Block):
-    """One Qwen3VLVisionBlock; its weights are the class's, attention runs over all images at
-    once."""
+    """Qwen3VLVisionBlock with the class's weights; attention runs over all images at once."""
 
     division = Division(
         thirds=("attn.qkv",), column=("linear_fc1",), row=("attn.proj", "linear_fc2")
@@ -76,7 +78,8 @@ class Block(qwen_vision.Block):
 class Merger(QwenLayer):
     """Qwen3VLVisionPatchMerger: the m × m patches of a merge block become one row.
 
-    The tower's last one norms patches, those of inner blocks (DeepStack) norm whole merge blocks.
+    The tower's last merger normalises patches, those of inner blocks (DeepStack) whole merge
+    blocks.
     """
 
     kind = "merger"
@@ -102,7 +105,7 @@ class Merger(QwenLayer):
 
         def merge(rows_RD: Tensor) -> Tensor:
             blocks = self.blocks(rows_RD, batch)
-            # every rank norms all blocks: own rows may end inside one
+            # every rank normalises all blocks: local rows may end inside one
             normed = merger.norm(blocks) if merger.use_postshuffle_norm else blocks
             made: Tensor = merger.linear_fc2(merger.act_fn(merger.linear_fc1(normed)))
             return made
@@ -112,8 +115,10 @@ class Merger(QwenLayer):
 
 
 def makers(module: str, config: Any, *projector: int) -> list[LayerMaker]:
-    """The layers of an image encoder in pipeline order; `projector`: its hidden and its output
-    width, if there is one."""
+    """Return the layer factories of an image encoder in pipeline order.
+
+    `projector`: its hidden and its output width, if there is one.
+    """
     std = config.initializer_range
     made = [LayerMaker(partial(Embed, module, config), std)]
     for number in range(config.depth):

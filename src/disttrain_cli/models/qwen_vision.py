@@ -1,11 +1,12 @@
-"""Qwen2.5-VL's vision tower as pipeline layers: embed, block × n, merger, and a projector unless
-the merger ends in the LLM's width.
+"""Qwen2.5-VL's vision tower as pipeline layers.
 
+In order: embed, block × n, merger, and a projector unless the merger's output has the LLM's width.
 Images have any size in whole merge blocks; nothing is interpolated (Bai et al. 2025, arXiv
 2502.13923, section 2.1). Rows of an image: its patches, window by window, so that a window is a run
-of rows, and inside a window m × m patches of a merge block after another, so that the merger takes
-runs too. Most blocks attend inside windows, some (`kind` "block.global") over the whole image. A
-temporal patch of two frames of a video is an image, too; an image is seen twice.
+of rows, and inside a window the m × m patches of one merge block after another, so that the merger
+reads runs, too. Most blocks attend within windows, some (`kind` "block.global") over the entire
+image. A temporal patch of two video frames is an image, too; a still image counts as two equal
+frames.
 """
 
 from __future__ import annotations
@@ -30,23 +31,25 @@ from disttrain_cli.models.layer import Batch, TensorSpec
 from disttrain_cli.models.parallel import across, split
 from disttrain_cli.models.towers import EMBEDS, ImageLayer, Ints, count, images_of, runs
 
-#: What a merger leaves where a projector follows.
+#: A merger's output if a projector follows.
 MERGED = "image_merged"
 
 
 class Layout(NamedTuple):
-    """Where the rows of an image of some grid come from."""
+    """Order of the rows of an image of some grid."""
 
-    order: Tensor  # [P] positions of the patches in raster order
-    tokens: Tensor  # [P / m²] positions of the merge blocks' rows, in raster order of the blocks
+    order: Tensor  # [P] raster indices of the patches, in the rows' order
+    tokens: Tensor  # [P / m²] row index of each merge block, in raster order of the blocks
     windows: tuple[int, ...]  # patches of each window
-    numbers: tuple[Ints, Ints]  # the first two as the host reads them
+    numbers: tuple[Ints, Ints]  # the first two as host arrays
 
 
 @lru_cache(maxsize=4096)
 def layout(rows: int, columns: int, merge: int, window: int) -> Layout:
-    """The layout of an image of `rows` × `columns` patches, in windows of `window` patches per
-    side; 0 = one window of any size."""
+    """Return the layout of an image of `rows` × `columns` patches.
+
+    Windows have `window` patches per side; 0 = one window of any size.
+    """
     from transformers.vision_utils import get_vision_window_index
 
     with torch.device("cpu"):
@@ -67,7 +70,7 @@ def layout(rows: int, columns: int, merge: int, window: int) -> Layout:
 
 
 class QwenLayer(ImageLayer):
-    """A layer of the tower."""
+    """Layer of the tower."""
 
     def __init__(self, module: str, name: str, config: Any) -> None:
         super().__init__()
@@ -84,12 +87,14 @@ class QwenLayer(ImageLayer):
         return seeds, [rows // self.merge**2 for rows in counts] if merges else counts
 
     def layout(self, rows: int, columns: int) -> Layout:
-        """The layout of an image."""
+        """Return the layout of an image."""
         return layout(rows, columns, self.merge, self.window)
 
     def blocks(self, rows_RD: Tensor, batch: Batch) -> Tensor:
-        """The m × m patches of each merge block side by side, [R / m², m²·D]; of a CP group a rank
-        has an even share of the blocks."""
+        """Return the m × m patches of each merge block concatenated, [R / m², m²·D].
+
+        In a CP group each rank has an even share of the blocks.
+        """
         merged = self.merge**2
         if self.cp is not None:
             rows = count(batch.of("image").grids, extra=0)
@@ -99,8 +104,10 @@ class QwenLayer(ImageLayer):
 
 
 class Embed(QwenLayer):
-    """Pixels [N, C, H, W], or of two frames [N, 2 · C, H, W] → a convolution of each patch, in the
-    rows' order."""
+    """Pixels → a convolution of each patch, in the rows' order.
+
+    Pixels are [N, C, H, W], or [N, 2 · C, H, W] of two frames.
+    """
 
     kind = "embed"
     needs = ("image",)
@@ -133,26 +140,24 @@ class Embed(QwenLayer):
         return self.layout(rows, columns).numbers[0]
 
     def _kernel(self, channels: int) -> Tensor:
-        """[D, channels, p, p]: of an image, which is the same at every time, or of frames after
-        one another."""
+        """Return [D, channels, p, p], for an image (constant in time) or for successive frames."""
         weight = self.patch_embed.proj.weight  # [D, C, T, p, p]
         return (
             weight.sum(2) if channels == weight.shape[1] else weight.transpose(1, 2).flatten(1, 2)
         )
 
     def placed(self, raster_NPD: Tensor, rows: int, columns: int) -> Tensor:
-        """Images of a grid, with what says where each patch is; rotary positions say it later."""
+        """Return patches with positions added; here none, as rotary positions are applied later."""
         return raster_NPD
 
     @property
     def table(self) -> Callable[[int, int], Tensor] | None:
-        """Of a grid, what that is, in the rows' order."""
+        """Function from a grid to its positions in the rows' order; None without learned ones."""
         return None
 
 
 class Block(QwenLayer):
-    """One Qwen2_5_VLVisionBlock; its weights are the class's, attention runs over all windows at
-    once."""
+    """Qwen2_5_VLVisionBlock with the class's weights; attention runs over all windows at once."""
 
     kind = "block"
     row_by_row = True
@@ -172,8 +177,10 @@ class Block(QwenLayer):
         self.published = {"layer": f"blocks.{number}"}
 
     def library(self, config: Any) -> tuple[nn.Module, Callable[[], nn.Module]]:
-        """transformers' block, and how its rotary embedding is made: never registered, bf16 would
-        spoil it."""
+        """Return transformers' block and the factory of its rotary embedding.
+
+        The embedding is never registered: a cast to bf16 would degrade it.
+        """
         from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
             Qwen2_5_VLVisionBlock,
             Qwen2_5_VLVisionRotaryEmbedding,
@@ -183,7 +190,7 @@ class Block(QwenLayer):
         return block, partial(Qwen2_5_VLVisionRotaryEmbedding, config)
 
     def feed(self, normed_RD: Tensor) -> Tensor:
-        """The feed-forward."""
+        """Return the feed-forward's output."""
         return gated_mlp(self.layer.mlp, normed_RD)
 
     def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
@@ -211,7 +218,7 @@ class Block(QwenLayer):
         return attention.proj(made.flatten(1))
 
     def _segments(self, batch: Batch, like: Tensor) -> Segments:
-        """The rows of every window, or of every image."""
+        """Return the rows of every window, or of every image."""
         if self.all:
             return images_of(batch, 0, like, self.cp)
         return segments_of(
@@ -227,7 +234,7 @@ class Block(QwenLayer):
         )
 
     def _positions(self, batch: Batch, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [R, head width] of each own patch's row and column."""
+        """Return cosines and sines [R, head width] of each local patch's row and column."""
         if "image cos" not in batch.cache:
             with torch.device("cpu"):
                 positions = [
@@ -248,8 +255,10 @@ class Block(QwenLayer):
 
 
 class Merger(QwenLayer):
-    """Qwen2_5_VLPatchMerger: the m × m patches of a merge block become one row, in raster order
-    again."""
+    """Qwen2_5_VLPatchMerger: the m × m patches of a merge block become one row.
+
+    Rows are in raster order again.
+    """
 
     kind = "merger"
     reads = ("image_hidden",)
@@ -321,8 +330,10 @@ class Projector(QwenLayer):
 
 
 def makers(module: str, config: Any, *projector: int) -> list[LayerMaker]:
-    """The layers of an image encoder in pipeline order; `projector`: its hidden and its output
-    width, if there is one."""
+    """Return the layer factories of an image encoder in pipeline order.
+
+    `projector`: its hidden and its output width, if there is one.
+    """
     std = config.initializer_range
     return [
         LayerMaker(partial(Embed, module, config), std),

@@ -1,11 +1,11 @@
-"""Modules that a TP group does not divide: every rank holds their layers whole and computes other
-items of its replica (`UnitPlan.module_tp`; vLLM's `mm_encoder_tp_mode="data"`).
+"""Modules replicated over a TP group: every rank has all weights and processes other items.
 
-Items are dealt out whole, levelled by their size. All ranks derive the same tables from the items'
-grids, so no shape is sent, and every rank joins every message, whether it has items or not. What
-such a module leaves is exchanged once, into the equal runs of rows that the TP ranks of any other
-layer have (`division.own_rows`); gradients take the way back. The gradients of its weights are
-partial sums, as those of undivided weights are (`tensor_parallel.join`).
+Corresponds to `UnitPlan.module_tp` and to vLLM's `mm_encoder_tp_mode="data"`. Items are distributed
+undivided, balanced by their size. All ranks derive the same tables from the items' grids, so no
+shape is sent, and every rank joins every message, with items or without. The outputs of such a
+module are exchanged once, into the equal runs of rows that the TP ranks of any other layer have
+(`division.own_rows`); gradients take the reverse path. The gradients of its weights are partial
+sums, like those of other replicated weights (`tensor_parallel.join`).
 """
 
 from __future__ import annotations
@@ -27,18 +27,17 @@ Ints = NDArray[np.int64]
 
 
 def replicate(layer: PipelineLayer) -> None:
-    """Have a layer that its TP group does not divide train: each rank has the gradients of its own
-    items only."""
+    """Mark a replicated layer's gradients as partial: each rank has those of its own items only."""
     for parameter in layer.parameters():
         parameter.__dict__["partial_gradient"] = True
 
 
 class Exchange:
-    """Messages of a TP group at the two ends of such a module, in one slot.
+    """Messages of a TP group at the two ends of a replicated module, in one slot.
 
     Args:
-        reads: state tensors that its layers are given, which every rank has whole.
-        writes: those that they leave, of each rank's own items.
+        reads: state tensors that its layers read, which every rank has in full.
+        writes: state tensors that they write, for each rank's own items.
     """
 
     def __init__(
@@ -49,22 +48,21 @@ class Exchange:
         self._writes = {spec.name: self._tables(spec) for spec in writes}
 
     def entering(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The rows of own items, of whole tensors that layers read."""
+        """Return the rows of the rank's own items, from full tensors that layers read."""
         return {
             name: state[name].index_select(0, _index(rows, state[name]))
             for name, (rows, _) in self._reads.items()
         }
 
     def leaving(self, written: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Rows of own items → an equal run of all rows on each rank."""
+        """Redistribute rows of own items to an equal run of all rows on each rank."""
         return {
             name: regrouped(written[name].detach(), source, own, equal, self._group)
             for name, (source, own, equal) in self._writes.items()
         }
 
     def returned(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Gradients of what `leaving` made → those of the rows of own items, as far as there are
-        any."""
+        """Return the gradients of the rows of own items, from those of `leaving`'s results."""
         return {
             name: regrouped(gradients[name], np.argsort(source), equal, own, self._group)
             for name, (source, own, equal) in self._writes.items()
@@ -72,7 +70,7 @@ class Exchange:
         }
 
     def entered(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Gradients of the rows of own items → those of whole tensors, on every rank."""
+        """Return the gradients of full tensors, on every rank, from those of own items' rows."""
         made = {}
         for name, gradient in own.items():
             rows, count = self._reads[name]
@@ -82,7 +80,7 @@ class Exchange:
         return made
 
     def _own_rows(self, spec: TensorSpec) -> Ints:
-        """[R'] rows of own items, by their number among those of all."""
+        """Return [R'] indices of the rows of own items among all rows."""
         owner_R = np.repeat(self._share.owner, self._share.counts(spec))
         return np.flatnonzero(owner_R == self._group.rank)
 
@@ -90,8 +88,11 @@ class Exchange:
         return int(self._share.counts(spec).sum())
 
     def _tables(self, spec: TensorSpec) -> tuple[Ints, Ints, Ints]:
-        """Tables of a tensor that is left: where each row is among the ranks' rows, rank by rank;
-        and where the rows of each rank begin, by items and in equal runs."""
+        """Return the redistribution tables of a written tensor.
+
+        They are: the index of each row among the ranks' rows, rank by rank; the first row of each
+        rank, by items; and the first row of each rank, in equal runs.
+        """
         assert spec.split, spec.name
         owner_R = np.repeat(self._share.owner, self._share.counts(spec))
         source = np.empty(len(owner_R), dtype=np.int64)

@@ -1,10 +1,9 @@
-"""Gathering and summing the rows of a TP group chunk by chunk, while the device works on the chunks
-that are there.
+"""Ring all-gather and reduce-scatter of a TP group's rows, chunk by chunk, overlapped with GEMMs.
 
-A chunk is one rank's own rows. Every rank sends to the next one round the group and receives from
-the one before, so that in each of `size` − 1 steps one chunk travels behind what is computed with
-another (the paper's StepCCL; Wang et al. 2023, "Overlap communication with dependent computation
-via decomposition in large deep learning models").
+A chunk is one rank's local rows. Every rank sends to the next one round the group and receives from
+the previous one, so that in each of `size` − 1 steps one chunk is in flight while another is
+computed with (the paper's StepCCL; Wang et al. 2023, "Overlap communication with dependent
+computation via decomposition in large deep learning models").
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from disttrain_cli.models.group import Group
 def arriving(
     own_RD: Tensor, rows: int, group: Group, into: Tensor | None = None
 ) -> Iterator[tuple[slice, Tensor]]:
-    """The rows of every rank and where they belong among all `rows`: own ones first, then those of
-    the rank before, …
+    """Yield the slice and the rows of every rank as they arrive, local ones first.
 
-    Each chunk travels on while the caller works on it. With `into` [rows, D] they arrive there, and
-    all are in it at the end.
+    Then follow the rows of the previous rank, and so on. Each chunk is sent on while the caller
+    works on it. With `into` [rows, D] the rows are received there, and it holds all of them at the
+    end.
     """
     chunk = own_RD.contiguous()
     if into is not None:
@@ -45,11 +44,10 @@ def arriving(
 
 
 def summed(partial: Callable[[slice], Tensor], rows: int, group: Group) -> Tensor:
-    """Own rows of the sum over the group of what `partial` makes for some of all `rows`, a new
-    tensor each.
+    """Return the local rows of the sum over the group of `partial`.
 
-    The sum of each rank's rows begins at the rank after it, and travels on to it while the ranks
-    make their parts of others.
+    `partial` returns a new tensor for a slice of all `rows`. The sum of each rank's rows starts at
+    the rank after it, and is sent on to it while the ranks compute their parts of others.
     """
     first, *others = (group.rows_of(rows, group.rank - back) for back in range(1, group.size + 1))
     total = partial(first)
@@ -70,9 +68,9 @@ def gathered(
     biases: Sequence[Tensor | None],
     keep: bool,
 ) -> tuple[Tensor | None, list[Tensor]]:
-    """All `rows` of the group times each factor [D, F], and its bias added: [rows, F] each.
+    """Return all `rows` rows of the group times each factor [D, F], plus its bias: [rows, F] each.
 
-    With `keep` the rows themselves come first.
+    With `keep` the gathered rows themselves are returned first.
     """
     made = [own_RD.new_empty(rows, factor.shape[1]) for factor in factors]
     whole = own_RD.new_empty(rows, *own_RD.shape[1:]) if keep else None
@@ -89,8 +87,11 @@ def scattered(
     factors: Sequence[Tensor],
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Own rows of the sum over the group, and over what is given [rows, F], of the products with
-    their factors [F, D]; a bias is added once, by the first rank."""
+    """Return the local rows of the sum over the group of products of rows and factors.
+
+    Summed over the tensors in `given` [rows, F], each times its factor [F, D]; a bias is added
+    once, by the first rank.
+    """
     added = None if group.rank else bias
 
     def partial(place: slice) -> Tensor:
@@ -104,7 +105,7 @@ def scattered(
 
 
 def _multiply(rows_RD: Tensor, factor: Tensor, bias: Tensor | None, into: Tensor) -> None:
-    """As `functional.linear`, without a tensor of its own."""
+    """Compute `functional.linear` into an existing tensor."""
     if bias is None:
         torch.mm(rows_RD, factor, out=into)
     else:

@@ -1,5 +1,7 @@
-"""Rotations of queries and keys by where a token of an image stands (Su et al. 2021, arXiv
-2104.09864), on three axes: number, row and column."""
+"""Rotary embeddings of an image's tokens on three axes: number, row and column.
+
+See Su et al. 2021, arXiv 2104.09864.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,15 @@ THETA = 10_000.0
 def turns(
     context: int, grid: tuple[int, int], axes: tuple[int, ...], counted: bool, like: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of the tokens of an image and its conditioning, which comes first, each
-    [context + patches, sum of axes] float32 on the device of `like`.
+    """Return cosines and sines of an image's tokens, preceded by its conditioning.
+
+    Each is [context + patches, sum of axes] float32 on the device of `like`.
 
     Args:
         grid: rows and columns of patches.
-        axes: values of a head that each axis turns.
-        counted: tokens of the conditioning have their numbers on the first axis, and the image the
-            next; else all have 0.
+        axes: values of a head that each axis rotates.
+        counted: tokens of the conditioning are numbered on the first axis, and the image has the
+            next number; else all have 0.
     """
     if like.is_meta:
         rows, columns = grid
@@ -44,7 +47,7 @@ def _sines(context: int, grid: tuple[int, int], axes: tuple[int, ...], counted: 
 
 
 def _angles(context: int, grid: tuple[int, int], axes: tuple[int, ...], counted: bool) -> Tensor:
-    """[context + patches, sum of axes / 2], float64."""
+    """Return angles [context + patches, sum of axes / 2], float64."""
     rows, columns = (torch.arange(side, dtype=torch.float64) for side in grid)
     before = torch.zeros(context, dtype=torch.float64)
     patches = len(rows) * len(columns)

@@ -1,5 +1,4 @@
-"""Generating images: encoder and LLM once, then the generator's layers from noise to an image, step
-by step."""
+"""Image generation: encoders and LLM once, then the generator's layers at every step."""
 
 from __future__ import annotations
 
@@ -27,12 +26,14 @@ def generate(
     decoder: VaeDecoder | None = None,
     generator: str | None = None,
 ) -> NDArray[np.uint8]:
-    """Images [N, H, W, C] for the N targets of a batch, of which only the rows are used.
+    """Return images [N, H, W, C] for the N targets of a batch, of which only the rows are used.
 
-    `layers` is the whole model on one device, of which a VAE's encoder is left out; `generator`
-    names the module that draws (the first one if not given), and `decoder` makes images of the
-    latents of one that denoises such. Image i
-    starts from noise drawn from (seed, i), the same on any device.
+    Image i starts from noise drawn from (seed, i), the same on any device.
+
+    Args:
+        layers: the whole model on one device; a VAE's encoder in it is skipped.
+        decoder: converts latents to images, for a generator of latents.
+        generator: module that generates; None: the first one.
     """
     target = inputs.target_of(generator or inputs.generators[0])
     others = set(inputs.generators) - {target.module}
@@ -42,7 +43,7 @@ def generate(
         return np.zeros((0, target.size_px, target.size_px, 3), dtype=np.uint8)
     split = next(i for i, layer in enumerate(layers) if layer.module == target.module)
     state: dict[str, Tensor] = {}
-    for layer in layers[: split + 1]:  # the generator's first layer is its projector
+    for layer in layers[: split + 1]:  # up to and including the generator's projector
         state.update(layer(state, batch))
     start, *inner, out = layers[split + 1 :]
     assert isinstance(start, Start) and isinstance(out, Finish)
@@ -70,7 +71,7 @@ def generate(
 
 
 def _squares(batch: Batch, canvas: Canvas) -> Batch:
-    """The batch whose targets are all to be drawn at one size."""
+    """Return the batch with all targets at one size, for a generator with buckets."""
     if canvas.buckets is None:
         return batch
     side = canvas.shape[1] // canvas.buckets.patch

@@ -1,12 +1,11 @@
-"""diffusers' SD3Transformer2DModel as pipeline layers: projector, in, joint block × n, out with the
-image loss.
+"""diffusers' SD3Transformer2DModel as pipeline layers.
 
-A diffusion transformer with one attention over image and conditioning, each with weights of its own
-(MMDiT, Esser et al. 2024, arXiv 2403.03206, section 4): Stable Diffusion 3, and 3.5 with normed
-queries and keys and, in `dual_attention_layers`, a second attention of the image alone. The vector
-per image that the paper pools from its text encoders is the mean of the context rows through a
-linear layer (`generator.Projector`). Rows of an image: its patches in raster order, one row of
-shape [P, D].
+In order: projector, in, joint block × n, out with the image loss. A diffusion transformer with one
+attention over image and conditioning, each with weights of its own (MMDiT, Esser et al. 2024, arXiv
+2403.03206, section 4): Stable Diffusion 3, and 3.5 with normalised queries and keys and, in
+`dual_attention_layers`, a second attention of the image alone. The vector per image that the paper
+pools from its text encoders is the mean of the context rows through a linear layer
+(`generator.Projector`). Rows of an image: its patches in raster order, one row of shape [P, D].
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from disttrain_cli.models.generator import (
 from disttrain_cli.models.layer import Batch, PipelineLayer, TensorSpec
 from disttrain_cli.models.processors import with_own_attention
 
-# Heads and FFNs of both streams; what the timestep modulates them by is whole on every rank.
+# Heads and FFNs of both streams are sharded; the timestep's modulation is replicated.
 DIVISION = Division(
     column=(
         *("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj"),
@@ -46,7 +45,7 @@ DIVISION = Division(
 
 
 class Patches(nn.Module):
-    """Patches of latents, with positions from the middle of a grid of the largest image.
+    """Patches of latents, with positions from the centre of a grid of the largest image.
 
     The grid is saved with the weights and never trained.
     """
@@ -58,7 +57,7 @@ class Patches(nn.Module):
         self.pos_embed = nn.Parameter(torch.empty_like(whole.pos_embed), requires_grad=False)
 
     def reset_parameters(self) -> None:
-        """Sinusoids, as diffusers makes them."""
+        """Set the grid to sinusoids, as diffusers does."""
         from diffusers.models.embeddings import get_2d_sincos_pos_embed
 
         sinusoids = get_2d_sincos_pos_embed(
@@ -67,10 +66,10 @@ class Patches(nn.Module):
         self.pos_embed.copy_(sinusoids[None])
 
     def forward(self, latents_NCHW: Tensor) -> Tensor:
-        """Patches [N, P, D]."""
+        """Return patches [N, P, D]."""
         patches_NDHW = self.proj(latents_NCHW)
         depth, rows, columns = patches_NDHW.shape[1:]
-        if patches_NDHW.is_meta:  # where sizes are probed for which there are no positions
+        if patches_NDHW.is_meta:  # probed sizes may exceed the grid of positions
             grid = self.pos_embed.new_empty(1, columns, rows, depth).transpose(1, 2)
         else:
             whole = self.pos_embed.unflatten(1, (self.most, self.most))
@@ -83,8 +82,7 @@ class Patches(nn.Module):
 
 
 class In(Start):
-    """Noisy latents → patches; timestep and pooled context → modulation; conditioning → the blocks'
-    width."""
+    """Noisy latents → patches; timestep, pooled context → modulation; projected conditioning."""
 
     def __init__(self, module: str, whole: Any, canvas: Canvas, stream: Stream) -> None:
         super().__init__(module, canvas)
@@ -111,7 +109,7 @@ class In(Start):
 
 
 class Block(GeneratorLayer):
-    """One diffusers JointTransformerBlock."""
+    """diffusers' JointTransformerBlock."""
 
     reads = ("patches", "conditioning", "time_embedding")
     division = DIVISION
@@ -126,7 +124,7 @@ class Block(GeneratorLayer):
             module,
             context_tokens,
         )
-        # the last block leaves nothing of the conditioning
+        # the last block does not write the conditioning
         self.last = bool(block.context_pre_only)
         self.kind = (
             f"block{'.dual' if block.use_dual_attention else ''}{'.last' if self.last else ''}"
@@ -162,7 +160,7 @@ class Out(Finish):
 
 
 class Stream:
-    """The tensors that go from block to block."""
+    """Tensors passed from block to block."""
 
     def __init__(self, whole: Any, canvas: Canvas) -> None:
         width, self.buckets = whole.inner_dim, canvas.buckets
@@ -180,10 +178,12 @@ def makers(
     llm_width: int,
     loss_weight: float,
 ) -> list[LayerMaker]:
-    """The layers of SD3's transformer in pipeline order; weights start as diffusers starts them.
+    """Return the layer factories of SD3's transformer in pipeline order.
+
+    Weights are initialised as in diffusers.
 
     Raises:
-        SpecError: diffusers refuses the configuration.
+        SpecError: diffusers rejects the configuration.
     """
     whole = cache(partial(whole_model, module, "sd3", config))
     stream = Stream(whole(), canvas)

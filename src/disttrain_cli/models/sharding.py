@@ -1,4 +1,4 @@
-"""Which TP sizes fit a run's modules."""
+"""TP sizes that fit a run's modules."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from disttrain_cli.spec.runfile import Run
 
 
 def tp_degrees(run: Run, module: str, most: int) -> list[int]:
-    """TP sizes that fit a module, ascending: divisors of `most` that divide heads, KV heads, FFN
-    widths, vocabulary.
+    """Return the TP sizes that fit a module, ascending.
 
-    A layer that no rule divides (convolutions, a ViT's embedding) is whole on every rank at any TP
-    size.
+    They are the divisors of `most` that divide heads, KV heads, FFN widths and vocabulary. A layer
+    that no rule shards (convolutions, a ViT's embedding) is replicated at any TP size.
 
     Raises:
         SpecError: the model's configuration is wrong.
@@ -27,7 +26,7 @@ def tp_degrees(run: Run, module: str, most: int) -> list[int]:
 
 
 def _one_of_each_kind(run: Run, module: str) -> dict[int, PipelineLayer]:
-    """The first layer of every kind of a module on the meta device, by its index in the model."""
+    """Return the first layer of every kind in a module on meta, by its index in the model."""
     first: dict[str, int] = {}
     for index, info in enumerate(layer_table(run)):
         if info.module == module:

@@ -1,5 +1,4 @@
-"""transformers' SigLIP vision tower as pipeline layers: embed, block × n, projector into the LLM's
-width.
+"""transformers' SigLIP vision tower as pipeline layers: embed, block × n, projector.
 
 The LLM reads the patches; the tower's pooling head is not used. There is no class token.
 """
@@ -24,8 +23,10 @@ def _block(module: str, number: int, config: Any) -> Block:
 
 
 def makers(module: str, config: Any, joint: Joint, final_norm: bool = True) -> list[LayerMaker]:
-    """The layers of an image encoder in pipeline order; without `final_norm` the LLM reads a block
-    as it is."""
+    """Return the layer factories of an image encoder in pipeline order.
+
+    Without `final_norm` the LLM reads the last block's output unnormalised.
+    """
     norm = "post_layernorm" if final_norm else None
     return [
         LayerMaker(partial(PatchEmbed, module, config, class_token=False), STD),

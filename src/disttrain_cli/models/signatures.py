@@ -1,10 +1,10 @@
-"""Operators on the meta device, run once for each signature.
+"""Memoisation of operators on the meta device: each signature runs once.
 
-Much of what runs on the meta device are shape functions in Python, which cost more than all else of
-a recorded layer, and a layer is recorded many times: trained, frozen, recomputed, with its messages
-overlapped or not. An operator whose function and arguments have been seen (tensors by their sizes,
-strides, types and shared storages, everything else by value) is not run again where it made tensors
-of its own, and nothing is counted twice.
+Many meta kernels are shape functions in Python, which cost more than everything else in recording a
+layer, and a layer is recorded many times: trained, frozen, recomputed, with its messages overlapped
+or not. An operator whose function and arguments have occurred before (tensors compared by sizes,
+strides, dtypes and shared storages, everything else by value) is not run again if its results were
+new tensors, and its counts are reused.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 _TENSORS = (Tensor, Parameter)
 _LISTS = (tuple, list, torch.Size)
-#: Tensors of the host that are told apart by their values: starts of segments, orders of rows.
+#: Host tensors that are compared by value: starts of segments, orders of rows; and their largest
+#: size.
 _WHOLE, _MOST = (torch.int32, torch.int64), 1 << 14
 _VALUES = (
     int,
@@ -35,7 +36,7 @@ _VALUES = (
 
 
 class _Empty(NamedTuple):
-    """A tensor that an operator makes, alone in its storage."""
+    """New tensor in an operator's results, the only one in its storage."""
 
     size: torch.Size
     stride: tuple[int, ...]
@@ -43,28 +44,30 @@ class _Empty(NamedTuple):
 
 
 class _Argument(NamedTuple):
-    """A tensor that an operator returns as it was given."""
+    """Argument that an operator returns unchanged."""
 
     number: int
 
 
 class _Known(NamedTuple):
-    """Results of a signature, None where they are views; and what each kind of mode counts of
-    it."""
+    """Memoised results of a signature, None if they are views; and each kind of mode's counts."""
 
     results: Any
     facts: dict[type, Any]
 
 
 _known: dict[tuple[Any, ...], _Known] = {}
-_times = 1  # how often what runs counts
+_times = 1  # multiplicity of the operators that run now
 
 StepT = TypeVar("StepT")
 
 
 def steps_of(loop: Sequence[StepT], like: Tensor) -> Iterator[StepT]:
-    """Steps of a loop whose operators have the same signatures in all but the last: on the meta
-    device the second one, which still holds what the first made, counts for all up to there."""
+    """Yield the steps of a loop; on the meta device only the first, the second and the last.
+
+    All steps but the last must have operators of equal signatures. The second step, during which
+    the first one's tensors are still alive, counts for all up to the last.
+    """
     global _times
     if not like.is_meta or len(loop) < 4:
         yield from loop
@@ -79,12 +82,14 @@ def steps_of(loop: Sequence[StepT], like: Tensor) -> Iterator[StepT]:
 
 
 class SignatureMode(TorchDispatchMode):
-    """Runs each signature once of the operators that run while it is active. Kinds of it see all of
-    them, and count each signature once."""
+    """Dispatch mode that runs each operator signature once while it is active.
+
+    Subclasses see every operator, and count each signature once.
+    """
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # it is never compiled, and the guard against that takes seconds to import
+        return False  # never compiled, and the guard against that takes seconds to import
 
     def count(
         self, func: Any, args: Any, kwargs: dict[str, Any], result: Any, new: list[Tensor]
@@ -92,12 +97,13 @@ class SignatureMode(TorchDispatchMode):
         """Return facts about an operator that depend on its signature alone."""
 
     def note(self, facts: Any, times: int, results: list[Tensor], new: list[Tensor]) -> None:
-        """Take in an operator that ran on the meta device, and stands for as many.
+        """Record an operator on the meta device, with its multiplicity.
 
         Args:
-            facts: as `count` returned them, None of a view.
-            new: those of its results that are no views of its arguments, none of an operator that
-                copies from the host.
+            facts: result of `count`; None for a view.
+            times: number of executions that it represents.
+            results: all result tensors.
+            new: those that are no views of its arguments; empty for a copy from the host.
         """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -133,7 +139,7 @@ class SignatureMode(TorchDispatchMode):
 def _signature(
     func: Any, args: Any, kwargs: dict[str, Any], given: list[Tensor]
 ) -> tuple[Any, ...] | None:
-    """Return what an operator's results depend on; None if that is more than can be compared.
+    """Return the key that determines an operator's results; None if it cannot be compared.
 
     Args:
         given: is filled with the tensors among the arguments.
@@ -148,8 +154,10 @@ def _signature(
 
 
 def _add(value: Any, key: list[Any], storages: dict[int, int], given: list[Tensor]) -> bool:
-    """Add an argument to a signature; False if it cannot be compared. Not a closure that calls
-    itself: such a cycle would keep tensors alive."""
+    """Add an argument to a signature; return False if it cannot be compared.
+
+    Not a recursive closure: such a reference cycle would keep tensors alive.
+    """
     kind = type(value)
     if kind in _TENSORS:
         given.append(value)
@@ -174,7 +182,7 @@ def _add(value: Any, key: list[Any], storages: dict[int, int], given: list[Tenso
 
 
 def _template(result: Any, given: list[Tensor], results: list[Tensor], new: list[Tensor]) -> Any:
-    """Return what `_made` makes an equal result of; None where it cannot."""
+    """Return a template from which `_made` builds an equal result; None if it cannot."""
     storages = {one.untyped_storage()._cdata for one in new}
     if len(storages) < len(new) or not all(one.is_meta for one in results):
         return None

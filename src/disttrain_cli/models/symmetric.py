@@ -1,14 +1,14 @@
-"""Gathering and summing the rows of a TP group through memory that its devices share, in place of
-the ring (`ring`): PyTorch's fused operators over symmetric memory.
+"""Symmetric-memory all-gather and reduce-scatter of a TP group's rows, fused with GEMMs.
 
-Devices of one node copy each other's chunks themselves, by copy engines, between the products of
-the chunks that are there (`torch.distributed._symmetric_memory`, the same in torch 2.11 to 2.13).
-Nothing in them depends on the numbers' type. Each operator is one blocking collective of the
-group. They need own rows of equal length, and memory that all ranks of the group map: whether they
-have it is voted on once, at start-up.
+Replaces the ring (`ring`) by PyTorch's fused operators over symmetric memory: devices of one node
+copy each other's chunks themselves, by copy engines, between the products of the chunks that have
+arrived (`torch.distributed._symmetric_memory`, the same in torch 2.11 to 2.13). They are
+independent of the dtype. Each operator is one blocking collective of the group. They need local
+rows of equal length, and memory that all ranks of the group can map: this is agreed on once, at
+start-up.
 
-`torch.ops.symm_mem` falls apart into NCCL's collectives wherever no device has kernels of it; here
-each is one operator, of which the meta device knows the shapes without a group.
+`torch.ops.symm_mem` decomposes into NCCL's collectives on devices without its kernels; here each is
+one operator with a meta kernel that needs no group.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from disttrain_cli.models.group import Group
 
 #: Names of the operators; the third argument names the group.
 GATHER, SCATTER = "disttrain::all_gather_matmul", "disttrain::matmul_reduce_scatter"
-#: Rows start where the widest loads and stores of a device may.
+#: Alignment of rows, for the widest loads and stores of a device.
 ALIGNED_BYTES = 16
-#: With which the group's memory begins; it grows with the rows.
+#: Initial size of the group's memory; it grows with the rows.
 _FIRST_BYTES = 1 << 21
 
 _LIBRARY = torch.library.Library("disttrain", "FRAGMENT")
@@ -43,7 +43,7 @@ _LIBRARY.define(
 
 
 def fits(rows: int, width: int, dtype: torch.dtype, group: Group) -> bool:
-    """Whether messages of this many rows over the whole group, each so wide, go this way."""
+    """Return True if messages of `rows` rows over the group, each `width` wide, can use it."""
     return group.symmetric and not rows % group.size and not width * dtype.itemsize % ALIGNED_BYTES
 
 
@@ -55,7 +55,7 @@ def gathered(
     biases: Sequence[Tensor | None],
     keep: bool,
 ) -> tuple[Tensor | None, list[Tensor]]:
-    """As `ring.gathered`; all ranks alike say whether they keep the rows."""
+    """Return `ring.gathered`'s result; `keep` must be the same on all ranks."""
     whole, made = torch.ops.disttrain.all_gather_matmul(
         own_RD.contiguous(), list(factors), _name(group), group.size, keep
     )
@@ -72,7 +72,7 @@ def scattered(
     factors: Sequence[Tensor],
     bias: Tensor | None = None,
 ) -> Tensor:
-    """As `ring.scattered`; each rank adds the bias to its own rows."""
+    """Return `ring.scattered`'s result; each rank adds the bias to its local rows."""
     made: Tensor = torch.ops.disttrain.matmul_reduce_scatter(
         list(given), list(factors), _name(group), group.size
     )
@@ -80,7 +80,7 @@ def scattered(
 
 
 def whole_bytes(func: Any, args: Any, result: Any) -> int:
-    """Bytes of the rows that an operator gathers or sums, of all ranks together; 0 of others."""
+    """Return the bytes of the rows that an operator gathers or sums over all ranks, else 0."""
     name = func._schema.name
     if name not in (GATHER, SCATTER):
         return 0
@@ -88,16 +88,16 @@ def whole_bytes(func: Any, args: Any, result: Any) -> int:
 
 
 def agreed(group: Group | None, device: torch.device) -> Group | None:
-    """The group, told to send this way if it overlaps and all its ranks can; else as it is, and its
-    first rank says why.
+    """Return the group, using symmetric memory if it overlaps and all its ranks support it.
 
-    A collective of the group where it overlaps over NCCL. A rank that fails alone while memory is
-    exchanged holds up the others until the store's time limit.
+    Otherwise it is unchanged, and its first rank prints the reason. A collective of the group if it
+    overlaps over NCCL. A rank that fails alone while memory is exchanged blocks the others until
+    the store's timeout.
     """
     if group is None or not group.overlap or device.type != "cuda":
         return group
     match dist.get_backend(group.ranks):
-        case "fake":  # a dry run's: TP groups are inside a node
+        case "fake":  # a dry run: TP groups are within a node
             return replace(group, symmetric=True)
         case "nccl":
             why = refusal(group, device)
@@ -109,8 +109,7 @@ def agreed(group: Group | None, device: torch.device) -> Group | None:
 
 
 def refusal(group: Group, device: torch.device) -> str:
-    """Why a rank of the group cannot share memory with the others, the same answer on all; empty if
-    each can."""
+    """Return why the group cannot use symmetric memory; empty if it can; equal on all ranks."""
     if len(hosts := set(_told(group, socket.gethostname()))) > 1:
         return f"the group is on the hosts {', '.join(sorted(hosts))}"
     for step in (_exchange, _try_out):
@@ -120,7 +119,7 @@ def refusal(group: Group, device: torch.device) -> str:
 
 
 def _told(group: Group, word: str) -> list[str]:
-    """What each rank of the group says."""
+    """Gather each rank's `word` over the group."""
     words = [""] * group.size
     dist.all_gather_object(words, word, group=group.ranks)
     return words
@@ -131,20 +130,20 @@ def _attempt(
 ) -> str:
     try:
         step(group, device)
-    except Exception as error:  # whatever it is, there is another way
+    except Exception as error:  # any failure selects the ring
         first, *_ = str(error).strip().splitlines() or [""]
         return f"symmetric memory: {first or type(error).__name__}"
     return ""
 
 
 def _exchange(group: Group, device: torch.device) -> None:
-    """Make the memory of the group and map that of its other ranks."""
+    """Allocate the group's memory and map that of its other ranks."""
     memory = symmetric_memory.get_symm_mem_workspace(_name(group), _FIRST_BYTES)
     assert (memory.rank, memory.world_size) == (group.rank, group.size)
 
 
 def _try_out(group: Group, device: torch.device) -> None:
-    """Gather and sum a few rows of which it is known what must come out."""
+    """Gather and sum a few rows and compare with the expected results."""
     columns, size = torch.eye(8, device=device), group.size
     own = torch.full((2, 8), float(group.rank), device=device)
     whole, _ = gathered(own, 2 * size, group, [columns], [None], True)
@@ -174,7 +173,7 @@ def _scatter(given: list[Tensor], factors: list[Tensor], group: str, size: int) 
             given[0], factors[0], "sum", 0, group
         )
         return made
-    # the same, of a sum of products: no operator of torch's takes several
+    # sum of several products, for which torch has no fused operator
     chunks = [rows.chunk(size) for rows in given]
 
     def produce(rank: int, into: Tensor) -> None:

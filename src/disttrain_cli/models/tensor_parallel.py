@@ -1,8 +1,7 @@
-"""A layer over a tensor-parallel group: narrowed to one rank's part of it, and joined with the
-others (Megatron-LM, Shoeybi et al. 2019, section 3).
+"""Sharding of a layer over a tensor-parallel group, and its communication with the group.
 
-Which weights are divided is said by the layer's `division`; what the ranks then send each other is
-`models/parallel.py`.
+See Megatron-LM, Shoeybi et al. 2019, section 3. The layer's `division` lists the sharded weights;
+`models/parallel.py` has the messages between the ranks.
 """
 
 from __future__ import annotations
@@ -22,15 +21,17 @@ from disttrain_cli.models.parallel import copy, reduce
 
 
 def parts(layer: PipelineLayer, ends: tuple[str, ...]) -> Iterator[tuple[nn.Module, nn.Module]]:
-    """The parts of a layer whose path ends in one of `ends`, each with the module that owns it."""
+    """Yield the submodules whose path ends in one of `ends`, each with its parent module."""
     for path, part in layer.named_modules():
         if any(path == end or path.endswith(f".{end}") for end in ends):
             yield layer.get_submodule(path.rpartition(".")[0]), part
 
 
 def pieces(layer: PipelineLayer) -> set[int]:
-    """Numbers of heads, features and ids that a TP size must divide; none where the layer is whole
-    on every rank."""
+    """Return the counts of heads, features and ids that a TP size must divide.
+
+    Empty if the layer is replicated on every rank.
+    """
     division = layer.division
     sizes = {
         _heads(owner, linear) or linear.out_features
@@ -43,12 +44,11 @@ def pieces(layer: PipelineLayer) -> set[int]:
 
 
 def shard(layer: PipelineLayer, *, tp: int, rank: int = 0) -> PipelineLayer:
-    """Narrow a layer in place to one rank's part, for any device (on the meta device only shapes
-    change).
+    """Narrow a layer in place to one rank's shard, on any device (on meta only shapes change).
 
-    `tp` must divide `pieces(layer)`; what a parameter is a part of is known by `shard_of`. The
-    shard sends no messages until it joins a group (`join`): its outputs are one rank's
-    partial sums, and the head's loss is that of its own ids, with all other labels clipped to them.
+    `tp` must divide `pieces(layer)`; `shard_of` returns a parameter's shard. The layer sends no
+    messages until it joins a group (`join`): its outputs are one rank's partial sums, and the
+    head's loss is that of its own ids, with all other labels clipped to them.
     """
     if tp == 1:
         return layer
@@ -68,7 +68,7 @@ def shard(layer: PipelineLayer, *, tp: int, rank: int = 0) -> PipelineLayer:
         for linear in _with_adapter(layer, ends, "lora_A"):
             _narrow(linear, Shard(1, halves, tp, rank))
             linear.in_features //= tp
-    # diffusers' and Whisper's; the others follow the shapes of their linears
+    # diffusers' and Whisper's attention; others infer the number of heads from their linears
     for attention in owners:
         for count in ("heads", "num_heads"):
             if hasattr(attention, count):
@@ -84,19 +84,18 @@ def shard(layer: PipelineLayer, *, tp: int, rank: int = 0) -> PipelineLayer:
 
 
 def join(layer: PipelineLayer, group: Group | None, cp: Group | None = None) -> None:
-    """Have a layer that was narrowed to this rank's part (`shard`) work with the others of
-    its group, if any, and share its tokens with its CP group, if any.
+    """Connect a layer that was narrowed to this rank's shard (`shard`) to its TP and CP groups.
 
-    The bias of a row-parallel linear is added by the first rank, once. Undivided weights get
-    `partial_gradient`: the sum over the group is their gradient. Where all ranks compute the same
-    one, each gives its part of the mean, so that the weights stay equal where kernels are not
+    The bias of a row-parallel linear is added by the first rank, once. Replicated weights get
+    `partial_gradient`: the sum over the group is their gradient. If all ranks compute the same one,
+    each contributes its part of the mean, so that the weights stay equal even if kernels are not
     deterministic.
     """
     layer.cp = cp
     if group is None:
         return
     layer.group = group = group if layer.row_by_row else replace(group, overlap=False)
-    division, own = layer.division, set[int]()  # whole weights whose gradients are not all alike
+    division, own = layer.division, set[int]()  # replicated; gradients differ by rank
     for _, linear in parts(layer, (*division.row, *division.fifths)):
         own.add(id(linear.bias))
         if group.rank:
@@ -119,7 +118,7 @@ def join(layer: PipelineLayer, group: Group | None, cp: Group | None = None) -> 
 
 
 def _overlap(layer: PipelineLayer) -> None:
-    """Have divided linears send what they need and make."""
+    """Replace sharded linears by those that communicate themselves."""
     columns: dict[nn.Module, list[ColumnLinear]] = {}
     for owner, linear in parts(layer, (*layer.division.column, *layer.division.thirds)):
         linear.__class__ = ColumnLinear
@@ -132,14 +131,14 @@ def _overlap(layer: PipelineLayer) -> None:
 
 
 def _heads(owner: nn.Module, linear: nn.Module) -> int:
-    """Heads that an attention's linear gives; 0 where the owner is no attention."""
+    """Return the heads that an attention's linear outputs; 0 if the owner is no attention."""
     if hasattr(owner, "head_dim"):
         return int(linear.out_features) // int(owner.head_dim)
     return int(getattr(owner, "heads", 0))
 
 
 def _with_adapter(layer: PipelineLayer, ends: tuple[str, ...], matrix: str) -> Iterator[Any]:
-    """Linears whose path ends in one of `ends`, and one matrix of their adapters (`lora`)."""
+    """Yield linears whose path ends in one of `ends`, and one matrix of their adapters (`lora`)."""
     for _, linear in parts(layer, ends):
         yield linear
         if hasattr(linear, matrix):
@@ -147,8 +146,7 @@ def _with_adapter(layer: PipelineLayer, ends: tuple[str, ...], matrix: str) -> I
 
 
 def _narrow(part: nn.Module, shard: Shard) -> None:
-    """Keep one rank's part of the weights along a dimension, and of the bias if outputs are
-    divided."""
+    """Narrow weights to one rank's shard of a dimension, and the bias if outputs are sharded."""
     for name, parameter in list(part.named_parameters(recurse=False)):
         if shard.dim < parameter.ndim:
             local = piece(parameter.detach(), shard).clone(memory_format=torch.contiguous_format)
@@ -158,8 +156,7 @@ def _narrow(part: nn.Module, shard: Shard) -> None:
 
 
 def _join_whole(layer: PipelineLayer, group: Group) -> None:
-    """Hooks around the divided linears of a layer whose code is the library's: copy before, reduce
-    after."""
+    """Add hooks around the sharded linears of a library's layer: copy before, reduce after."""
 
     def before(owner: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any]:
         return tuple(map(copied, given)), {name: copied(value) for name, value in named.items()}

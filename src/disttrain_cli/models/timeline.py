@@ -1,5 +1,4 @@
-"""What a layer of a TP group computes and sends, in order: from which it follows which messages
-travel behind kernels.
+"""Ordered computation and messages of a layer in a TP group, to derive their overlap.
 
 Recorded on the meta device, like its kernels (`operators`) and its messages (`footprint`).
 """
@@ -20,21 +19,21 @@ from disttrain_cli.models.layer import Batch, PipelineLayer
 from disttrain_cli.models.operators import Trace
 from disttrain_cli.models.weight_parts import WeightPart, add_weight_gradients, deferred
 
-#: Kernels, one after the other; a message that begins; or one that the kernels after it wait for.
+#: Successive kernels; a message that begins; or one that the following kernels wait for.
 Event = KernelWork | Begun | Waited
 
 
 class Timeline(NamedTuple):
-    """One forward and one backward of a layer: kernels run one after the other, messages run one
-    after the other beside them.
+    """One forward and one backward of a layer: a sequence of kernels and a sequence of messages.
 
-    A message begins once the kernels before it have run, and kernels after a `Waited` once that
-    message has arrived. A message that is not behind kernels is waited for as it begins.
+    The two sequences run concurrently. A message begins once the kernels before it have run, and
+    kernels after a `Waited` once that message has arrived. A message that is not overlapped with
+    kernels is waited for as it begins.
     """
 
     forward: list[Event]
-    backward: list[Event]  # where it recomputes, the second forward first
-    weights: list[Event]  # what a backward in two parts leaves for later
+    backward: list[Event]  # with recomputation, the second forward first
+    weights: list[Event]  # deferred weight gradients of a split backward
 
 
 def timeline(
@@ -44,9 +43,9 @@ def timeline(
     recompute: bool = False,
     deferring: bool = False,
 ) -> Timeline:
-    """Run a layer on the meta device that has joined a `Noted` group.
+    """Record a layer on the meta device that has joined a `Noted` group.
 
-    Args and gradients as in `footprint`; what a stage prepares once per batch does not count.
+    Args and gradients as in `footprint`; tensors that a stage prepares once per batch do not count.
     """
     prepared, group, events = len(batch.tensors()), layer.group, list[Event]()
     assert isinstance(group, Noted)
@@ -95,7 +94,7 @@ def timeline(
 
 
 def _add(weight: Tensor) -> None:
-    """As a stage adds the gradients of its slots."""
+    """Add a gradient to an fp32 sum, as a stage does for its slots."""
     assert weight.grad is not None
     torch.empty_like(weight, dtype=torch.float32).add_(weight.grad)
     weight.grad = None

@@ -1,6 +1,6 @@
-"""What differs between the versions of torch that disttrain runs with, and an error for all others.
+"""Differences between the supported versions of torch, and an error for all others.
 
-Everything else is written for the newest of them; `models/__init__.py` imports this before any of
+All other code is written for the newest of them; `models/__init__.py` imports this before any of
 it.
 """
 
@@ -15,15 +15,15 @@ from torch import Tensor
 
 from disttrain_cli.errors import DisttrainError
 
-#: The first version that serves and the first that does not, as in pyproject.toml.
+#: First supported and first unsupported version, as in pyproject.toml.
 OLDEST, BEYOND = (2, 11), (2, 14)
 
 
 def check(version: str) -> tuple[int, ...]:
-    """The major and minor number of a version of torch.
+    """Return the major and minor number of a version of torch.
 
     Raises:
-        DisttrainError: disttrain is not made for it.
+        DisttrainError: the version is not supported.
     """
     numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
     if not OLDEST <= numbers < BEYOND:
@@ -40,28 +40,25 @@ def check(version: str) -> tuple[int, ...]:
 
 VERSION = check(torch.__version__)
 
-from torch.nn.attention import varlen  # noqa: E402  # absent from some that are too old
+from torch.nn.attention import varlen  # noqa: E402  # absent from versions that are too old
 from torch.utils import flop_counter  # noqa: E402
 
 
 def varlen_attn(*tensors_and_longest: Any, enable_gqa: bool = False, **more: Any) -> Tensor:
-    """torch's own, of 2.12: in 2.11 the kernel takes fewer heads of keys than of queries without
-    being told."""
+    """Call the `varlen_attn` of torch 2.12; in 2.11 its kernel supports GQA without the flag."""
     told = {} if VERSION < (2, 12) else {"enable_gqa": enable_gqa}
     return varlen.varlen_attn(*tensors_and_longest, **told, **more)
 
 
 def all_gather(whole: Tensor, local: Tensor, group: Any, begin: bool = False) -> Any:
-    """Fill `whole` with every rank's `local`, one after the other; with `begin` what to wait for is
-    returned."""
+    """Fill `whole` with the concatenation of every rank's `local`; with `begin` return the work."""
     return (dist.all_gather_into_tensor if VERSION < (2, 13) else dist.all_gather_single)(
         whole, local, group=group, async_op=begin
     )
 
 
 def reduce_scatter(local: Tensor, partial: Tensor, group: Any, begin: bool = False) -> Any:
-    """Fill `local` with this rank's part of the sum of every rank's `partial`; with `begin` what to
-    wait for is returned."""
+    """Fill `local` with this rank's part of the sum of `partial`; with `begin` return the work."""
     return (dist.reduce_scatter_tensor if VERSION < (2, 13) else dist.reduce_scatter_single)(
         local, partial, group=group, async_op=begin
     )
@@ -93,8 +90,7 @@ def _varlen_backward_flops(
 
 
 def _segments(starts: Tensor, *rows: Tensor) -> list[list[tuple[int, int, int, int]]]:
-    """The shapes [1, heads, rows, width] of every segment; keys and values with the heads of the
-    queries."""
+    """Return the shapes [1, heads, rows, width] of every segment, all with the queries' heads."""
     heads = rows[0].shape[1]
     return [
         [(1, heads, length, tensor.shape[2]) for tensor in rows]
@@ -102,7 +98,7 @@ def _segments(starts: Tensor, *rows: Tensor) -> list[list[tuple[int, int, int, i
     ]
 
 
-if VERSION < (2, 12):  # later ones count the FLOPs of `varlen_attn` themselves
+if VERSION < (2, 12):  # later versions count the FLOPs of `varlen_attn` themselves
     for _operator, _count in (
         (torch.ops.torch_attn._varlen_attn, _varlen_flops),
         (torch.ops.torch_attn._varlen_attn_backward, _varlen_backward_flops),

@@ -1,9 +1,9 @@
-"""What image encoders that are plain transformers over square patches share: ViT, CLIP's,
-SigLIP's and Idefics3's vision towers; `projectors` joins them to the LLM.
+"""Common parts of image encoders that are plain transformers over square patches.
 
-Images keep their own grid: position embeddings are interpolated to it, and images of equal grid
-(which are adjacent) are embedded as one batch. Rows of an image: the class token where the class
-has one, then its patches in raster order. Attention goes over the whole image, of all images in one
+These are ViT, and the vision towers of CLIP, SigLIP and Idefics3; `projectors` connects them to the
+LLM. Images keep their own grid: position embeddings are interpolated to it, and images of equal
+grid (which are adjacent) are embedded as one batch. Rows of an image: the class token if the class
+has one, then its patches in raster order. Attention covers the entire image, of all images in one
 call (`attention`).
 """
 
@@ -30,18 +30,18 @@ from disttrain_cli.models.parallel import across, split
 
 Ints = NDArray[np.int64]
 
-#: What the only image encoder leaves for the LLM.
+#: Output for the LLM of the first image encoder.
 EMBEDS = embeds_name("image")
 
 
 def runs(grids: list[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
-    """Runs of equal grids as (images, patch rows, patch columns)."""
+    """Yield runs of equal grids as (images, patch rows, patch columns)."""
     for (rows, columns), group in groupby(grids):
         yield sum(1 for _ in group), rows, columns
 
 
 def by_grid(rows_RD: Tensor, grids: list[tuple[int, int]], extra: int) -> Iterator[Tensor]:
-    """Views [N, P + extra, D] of rows [R, D], one per run of equal grids."""
+    """Yield views [N, P + extra, D] of rows [R, D], one per run of equal grids."""
     start = 0
     for images, rows, columns in runs(grids):
         length = rows * columns + extra
@@ -51,21 +51,23 @@ def by_grid(rows_RD: Tensor, grids: list[tuple[int, int]], extra: int) -> Iterat
 
 
 def rows_of(grids: list[tuple[int, int]], extra: int) -> list[int]:
-    """Rows of each image."""
+    """Return the rows of each image."""
     return [rows * columns + extra for rows, columns in grids]
 
 
 def count(grids: list[tuple[int, int]], extra: int) -> int:
-    """Rows of all images together."""
+    """Return the rows of all images together."""
     return sum(rows_of(grids, extra))
 
 
 def own_runs(
     grids: list[tuple[int, int]], extra: int, own: slice
 ) -> Iterator[tuple[int, int, int, slice, slice]]:
-    """Of each run of equal grids with some of a rank's `own` rows, of all images' together: its
-    number, rows and columns, the images with own rows, and these among their rows. Where a rank has
-    none, the first run with none."""
+    """Yield each run of equal grids that overlaps a rank's `own` rows of all images.
+
+    As (index of the run, patch rows, patch columns, images with own rows, own rows among these
+    images' rows). A rank without rows gets the first run with empty slices.
+    """
     start = 0
     for number, (images, rows, columns) in enumerate(runs(grids)):
         length = rows * columns + extra
@@ -79,7 +81,7 @@ def own_runs(
 
 
 def images_of(batch: Batch, extra: int, like: Tensor, cp: Group | None) -> Segments:
-    """The rows of each image, which attend each other."""
+    """Return the rows of each image, which attend to each other."""
     return segments_of(
         batch.cache, f"images + {extra}", lambda: rows_of(batch.of("image").grids, extra), like, cp
     )
@@ -88,12 +90,11 @@ def images_of(batch: Batch, extra: int, like: Tensor, cp: Group | None) -> Segme
 def positions(
     table_PD: Tensor, rows: int, columns: int, mode: Literal["bicubic", "bilinear"] = "bicubic"
 ) -> Tensor:
-    """Learned position embeddings of a square grid, as they are or interpolated to another: [rows ·
-    columns, D].
+    """Return a square grid's position embeddings, interpolated if needed: [rows · columns, D].
 
-    As transformers' classes: most bicubic (`interpolate_pos_encoding`), others bilinear between the
-    grids' corners; one axis after the other by its taps, whose backward is deterministic on any
-    device, as that of `interpolate` is not.
+    As in transformers' classes: most bicubic (`interpolate_pos_encoding`), others bilinear between
+    the grids' corners; one axis after the other by its taps, whose backward is deterministic on any
+    device, unlike that of `interpolate`.
     """
     side = round(len(table_PD) ** 0.5)
     if (rows, columns) == (side, side):
@@ -108,8 +109,10 @@ def positions(
 
 @lru_cache(maxsize=1024)
 def taps(side: int, length: int, device: torch.device, mode: str) -> tuple[Tensor, Tensor]:
-    """Where each of `length` values takes from `side` given ones, and how much of each: [length,
-    4] or of bilinear [length, 2], or fewer."""
+    """Return input positions and weights for interpolating `side` values to `length`.
+
+    Each is [length, 4], or [length, 2] for bilinear, or fewer.
+    """
     corners = mode == "bilinear"
     with torch.device("cpu"):
         each = functional.interpolate(
@@ -121,15 +124,17 @@ def taps(side: int, length: int, device: torch.device, mode: str) -> tuple[Tenso
 
 
 class ImageLayer(PipelineLayer):
-    """A layer whose items are the images read."""
+    """Layer whose items are the images read."""
 
     by_rows = True
     extra: int = 0  # rows of an image before its patches
-    index: int = 0  # of the encoder among the model's image encoders
+    index: int = 0  # index of the encoder among the model's image encoders
 
     def with_index(self, index: int) -> PipelineLayer:
-        """Belong to a further image encoder, whose fields and tensors have names of their own where
-        both are there."""
+        """Assign the layer to a further image encoder, with batch fields and tensors of its own.
+
+        Only those names change of which both encoders have one.
+        """
         self.index = index
         self.needs = tuple(f"image.{index}" if name == "image" else name for name in self.needs)
         self.writes = tuple(
@@ -159,7 +164,7 @@ class ImageLayer(PipelineLayer):
         return not batch.of("image").grids
 
     def rows(self, batch: Batch) -> int:
-        """Rows of the images, with the extra ones, that this rank's TP group works on."""
+        """Return the image rows, including extra ones, that this rank's TP group processes."""
         own = self.of_group(count(batch.of("image").grids, self.extra))
         return own.stop - own.start
 
@@ -170,15 +175,14 @@ class ImageLayer(PipelineLayer):
         placed: Callable[[int, int], Tensor] | None,
         order: Callable[[int, int], Ints] | None = None,
     ) -> Tensor:
-        """[R, D] of the rows that a rank of a CP group works on: a convolution of their patches and
-        no others.
+        """Return [R, D] local rows of a rank in a CP group: a convolution of their patches only.
 
         Args:
             conv: its kernel [D, C, p, p] and bias.
-            placed: of a grid, what is added to the rows of an image, [P + extra, D]: the extra ones
-                are that alone.
-            order: of a grid, the patches in the rows' order, by their number in raster order; that
-                order itself if not given.
+            placed: returns for a grid the values added to an image's rows, [P + extra, D]: extra
+                rows consist of these alone.
+            order: returns for a grid the patches' raster indices in the rows' order; None: raster
+                order.
         """
         kernel, bias = conv
         side, hidden = kernel.shape[-1], []
@@ -206,15 +210,14 @@ class ImageLayer(PipelineLayer):
         return torch.cat(hidden)
 
     def pixels(self, batch: Batch) -> list[Tensor]:
-        """[n, C, H, W] of each run of equal grids."""
+        """Return [n, C, H, W] of each run of equal grids."""
         return batch.of("image").values[self.index]
 
 
 class PatchEmbed(ImageLayer):
-    """Pixels [N, C, H, W] → a convolution of each patch, plus its position: CLIP's and SigLIP's
-    embeddings.
+    """Pixels [N, C, H, W] → a convolution of each patch, plus its position: CLIP and SigLIP.
 
-    A class that has a class token begins each image with it and norms the sum (`pre_norm`).
+    A class with a class token starts each image with it and normalises the sum (`pre_norm`).
     """
 
     kind = "embed"
@@ -252,7 +255,7 @@ class PatchEmbed(ImageLayer):
         return {"image_hidden": self.pre_norm(split(hidden, self.group))}
 
     def _table(self, rows: int, columns: int) -> Tensor:
-        """What is added to the rows of an image of a grid, the class token among them."""
+        """Return the values added to an image's rows, including the class token's row."""
         table = self.position_embedding.weight
         if self.class_embedding is None:
             return self.placed(table, rows, columns)
@@ -260,7 +263,7 @@ class PatchEmbed(ImageLayer):
         return torch.cat([first, self.placed(table[1:], rows, columns)])
 
     def _embed(self, pixels: Tensor) -> Tensor:
-        """[N, P + 1, D], or [N, P, D] without a class token."""
+        """Return [N, P + 1, D], or [N, P, D] without a class token."""
         table = self.position_embedding.weight
         grid = self.patch_embedding(pixels.to(table.dtype))  # [N, D, rows, columns]
         hidden_NPD = grid.flatten(2).transpose(1, 2)
@@ -270,12 +273,12 @@ class PatchEmbed(ImageLayer):
         return torch.cat([first, hidden_NPD + self.placed(table[1:], *grid.shape[2:])], dim=1)
 
     def placed(self, table_PD: Tensor, rows: int, columns: int) -> Tensor:
-        """Position embeddings of the patches of a grid, [rows · columns, D]."""
+        """Return the position embeddings of a grid's patches, [rows · columns, D]."""
         return positions(table_PD, rows, columns)
 
 
 class Block(ImageLayer):
-    """One encoder layer of CLIP or SigLIP."""
+    """Encoder layer of CLIP or SigLIP."""
 
     kind = "block"
     row_by_row = True

@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
-"""Elementwise parts of decoder layers as single kernels for GPUs, in Triton, which torch's CUDA
-builds bring along.
+"""Elementwise parts of decoder layers as single Triton kernels for GPUs.
 
-Each reads its inputs once and writes its results once, in fp32 inside. `kernels` makes operators of
-them; nothing else imports this module, which needs Triton.
+torch's CUDA builds include Triton. Each kernel reads its inputs once and writes its results once,
+in fp32 inside. `kernels` wraps them as operators; nothing else imports this module, which needs
+Triton.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-#: Numbers of one program.
+#: Elements per program.
 BLOCK = 1024
 
 
@@ -31,7 +31,7 @@ def turned_kernel(
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
 ):
-    """All heads of a row: x · cos + (−x₂, x₁) · sin; with BACK that matrix's transpose."""
+    """Compute all heads of a row: x · cos + (−x₂, x₁) · sin; with BACK that matrix's transpose."""
     row = tl.program_id(0).to(tl.int64)
     head, column = tl.arange(0, HEADS)[:, None], tl.arange(0, HALF)[None, :]
     mask, inside = (head < heads) & (column < half), column < half
@@ -54,7 +54,7 @@ def turned_kernel(
 
 @triton.jit
 def gated_kernel(gate, up, made, count, BLOCK: tl.constexpr):
-    """silu(gate) · up."""
+    """Compute silu(gate) · up."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = place < count
     x = tl.load(gate + place, mask=mask).to(tl.float32)
@@ -64,7 +64,7 @@ def gated_kernel(gate, up, made, count, BLOCK: tl.constexpr):
 
 @triton.jit
 def gated_backward_kernel(gradient, gate, up, of_gate, of_up, count, BLOCK: tl.constexpr):
-    """The gradients of both."""
+    """Compute the gradients of gate and up."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = place < count
     g = tl.load(gradient + place, mask=mask).to(tl.float32)
@@ -76,7 +76,7 @@ def gated_backward_kernel(gradient, gate, up, of_gate, of_up, count, BLOCK: tl.c
 
 
 def turn(x_RHD: Any, cos_RD: Any, sin_RD: Any, back: bool, made_RHD: Any) -> None:
-    """Write `turned_kernel`'s rows; the columns of `x` lie next to each other, all else densely."""
+    """Launch `turned_kernel`; the columns of `x` must be contiguous, all other tensors dense."""
     rows, heads, width = x_RHD.shape
     turned_kernel[(rows,)](
         x_RHD,
@@ -94,13 +94,13 @@ def turn(x_RHD: Any, cos_RD: Any, sin_RD: Any, back: bool, made_RHD: Any) -> Non
 
 
 def gate(gate_: Any, up: Any, made: Any) -> None:
-    """Write `gated_kernel`'s numbers; all lie densely."""
+    """Launch `gated_kernel`; all tensors must be contiguous."""
     count = gate_.numel()
     gated_kernel[(triton.cdiv(count, BLOCK),)](gate_, up, made, count, BLOCK=BLOCK)
 
 
 def gate_back(gradient: Any, gate_: Any, up: Any, of_gate: Any, of_up: Any) -> None:
-    """Write `gated_backward_kernel`'s gradients; all lie densely."""
+    """Launch `gated_backward_kernel`; all tensors must be contiguous."""
     count = gate_.numel()
     gated_backward_kernel[(triton.cdiv(count, BLOCK),)](
         gradient, gate_, up, of_gate, of_up, count, BLOCK=BLOCK

@@ -1,11 +1,10 @@
-"""Weights that two layers share: an LLM's head that is its embedding (Press and Wolf 2017, arXiv
-1608.05859).
+"""Tied weights: an LLM's head that is its embedding (Press and Wolf 2017, arXiv 1608.05859).
 
-Where both layers are on one stage they have one parameter. Elsewhere each has a copy: the engine
-sums the gradients of the two after they were reduced over the replicas, counts them once in the
-norm, and both optimizers take the same step from the same state, so that the copies stay equal bit
-by bit. A TP group divides both alike, and each rank has its twin of the same replica and TP rank.
-Stored and exported is one tensor, under the name of the layer that owns it.
+If both layers are on one stage they share one parameter. Elsewhere each has a copy: the engine sums
+the gradients of the two after they were reduced over the replicas, counts them once in the norm,
+and both optimizers take the same step from the same state, so that the copies stay bitwise equal. A
+TP group shards both alike, and each rank has its tied-embedding peer in the same replica and TP
+rank. One tensor is stored and exported, under the name of the layer that owns it.
 """
 
 from __future__ import annotations
@@ -19,13 +18,12 @@ from disttrain_cli.models.division import shard_of, whole_shape
 from disttrain_cli.models.graph import LayerInfo
 from disttrain_cli.models.layer import PipelineLayer
 
-#: Of two copies on different stages, the one that counts and is stored, or the other.
+#: Of two copies on different stages: the one that counts and is stored, or the other.
 Copy = Literal["first", "second"]
 
 
 def tied_layers(table: Sequence[LayerInfo]) -> tuple[int, int] | None:
-    """Index of the layer that owns a tied weight, and of the one that shares it, if there are
-    such."""
+    """Return the index of the layer that owns a tied weight, and of its sharer, if any."""
     places = {info.name: index for index, info in enumerate(table)}
     pairs = {
         (places[owner], index)
@@ -37,8 +35,9 @@ def tied_layers(table: Sequence[LayerInfo]) -> tuple[int, int] | None:
 
 
 def tie(layers: Iterable[PipelineLayer], table: Sequence[LayerInfo]) -> None:
-    """Give layers of a stage that share a weight one parameter, and mark those whose other copy is
-    on another stage (`copy_of`).
+    """Let layers of a stage share tied parameters, and mark those whose copy is on another stage.
+
+    The mark is read by `copy_of`.
 
     Args:
         table: of the whole model.
@@ -57,8 +56,10 @@ def tie(layers: Iterable[PipelineLayer], table: Sequence[LayerInfo]) -> None:
 
 
 def untie(layers: Iterable[PipelineLayer], stored: Container[str]) -> None:
-    """Let layers have weights of their own that are stored (LAYER/PARAMETER) for each: those of
-    checkpoints from before `tie_word_embeddings` tied anything."""
+    """Untie weights that are stored separately (LAYER/PARAMETER) for each layer.
+
+    Checkpoints from before `tie_word_embeddings` tied anything hold such weights.
+    """
     for layer in layers:
         layer.tied = {
             path: of for path, of in layer.tied.items() if f"{layer.name}/{path}" not in stored
@@ -66,17 +67,17 @@ def untie(layers: Iterable[PipelineLayer], stored: Container[str]) -> None:
 
 
 def shared_names(table: Iterable[LayerInfo]) -> list[str]:
-    """LAYER/PARAMETER of all parameters that are another layer's."""
+    """Return LAYER/PARAMETER of all parameters that another layer owns."""
     return [f"{info.name}/{path}" for info in table for path in info.tied]
 
 
 def copy_of(parameter: nn.Parameter) -> Copy | None:
-    """Which copy of a tied weight a parameter is; None where this stage has the only one."""
+    """Return which copy of a tied weight a parameter is; None if this stage has the only one."""
     return getattr(parameter, "tied_copy", None)
 
 
 def stored_name(layer: PipelineLayer, path: str) -> str:
-    """LAYER/PARAMETER under which a parameter is stored."""
+    """Return the LAYER/PARAMETER under which a parameter is stored."""
     return "/".join(layer.tied.get(path, (layer.name, path)))
 
 

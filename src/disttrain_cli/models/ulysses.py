@@ -1,11 +1,11 @@
-"""Rows for heads: how ranks that share the rows of sequences, images or clips attend over all of
-them (DeepSpeed-Ulysses, Jacobs et al. 2023, arXiv 2309.14509).
+"""Ulysses context parallelism: ranks that share rows exchange them for heads in attention.
 
-Each rank of a CP group has a run of the rows (`division.own_rows`), with all heads. For attention
-they exchange these: each then has all rows of its share of the heads, and attends as without a
-group. Documents, images, windows and kernels are the same, and the work is level however long they
-are. The exchange back is the gradient's way, too. Messages have equal parts: where the last runs
-are shorter, zeros travel behind them and are dropped.
+DeepSpeed-Ulysses, Jacobs et al. 2023, arXiv 2309.14509; applied to sequences, images and clips.
+Each rank of a CP group has a run of the rows (`division.own_rows`), with all heads. After the
+all-to-all each has all rows of its share of the heads, and attends as without a group. Documents,
+images, windows and kernels are the same, and the work is balanced whatever their lengths. The
+reverse exchange also carries the gradient. Messages have equal parts: if the last runs are shorter,
+they are padded with zeros, which are dropped.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from disttrain_cli.models.group import Group, padded
 def to_heads(
     query_RHD: Tensor, key_RGD: Tensor, value_RGD: Tensor, rows: int, cp: Group
 ) -> list[Tensor]:
-    """Own rows of all heads → all `rows` rows of own heads, in one message.
+    """Exchange local rows of all heads for all `rows` rows of local heads, in one message.
 
-    Where the group has more ranks than there are heads of keys and values, several ranks have the
-    same of these.
+    If the group has more ranks than there are heads of keys and values, several ranks have the same
+    ones.
     """
     again = max(1, cp.size // key_RGD.shape[1])
     if again > 1:
@@ -38,12 +38,12 @@ def to_heads(
 
 
 def to_rows(made_RHD: Tensor, own: int, cp: Group) -> Tensor:
-    """All rows of own heads → own rows of all heads, of which the rank has `own`."""
+    """Exchange all rows of local heads for the rank's `own` local rows of all heads."""
     return _ToRows.apply(made_RHD, own, cp)
 
 
 def _exchanged(given: Tensor, cp: Group) -> Tensor:
-    """[C, ...]: a part for every rank → one from each of them, as a new tensor."""
+    """Exchange [C, ...] all-to-all: one part to and from every rank, as a new tensor."""
     sent = given.to(cp.wire(given)).contiguous()
     taken = sent.new_empty(sent.shape)
     cp.all_to_all(taken, sent)
@@ -51,13 +51,13 @@ def _exchanged(given: Tensor, cp: Group) -> Tensor:
 
 
 def _heads(own_RHD: Tensor, rows: int, cp: Group) -> Tensor:
-    """Own rows of all heads → all rows of own heads."""
+    """Exchange local rows of all heads for all rows of local heads."""
     by_rank = padded(own_RHD, -(-rows // cp.size)).unflatten(1, (cp.size, -1)).transpose(0, 1)
     return _exchanged(by_rank, cp).flatten(0, 1)[:rows]
 
 
 def _rows(heads_RHD: Tensor, own: int, cp: Group) -> Tensor:
-    """All rows of own heads → own rows of all heads."""
+    """Exchange all rows of local heads for local rows of all heads."""
     each = -(-len(heads_RHD) // cp.size)
     by_rank = _exchanged(padded(heads_RHD, cp.size * each).unflatten(0, (cp.size, each)), cp)
     return by_rank.transpose(0, 1).flatten(1, 2)[:own]

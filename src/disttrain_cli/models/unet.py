@@ -1,9 +1,9 @@
-"""diffusers' UNet2DConditionModel as pipeline layers: projector, in, down × k, mid, up × k, out
-with the image loss.
+"""diffusers' UNet2DConditionModel as pipeline layers.
 
-Stable Diffusion 1.5, 2.1 and XL (Rombach et al. 2022; Podell et al. 2023). XL is also told one
-vector per image, here made from its context rows, and sizes: an image is said to have always had
-the size at which it is generated, uncropped.
+In order: projector, in, down × k, mid, up × k, out with the image loss. Stable Diffusion 1.5, 2.1
+and XL (Rombach et al. 2022; Podell et al. 2023). XL also receives one vector per image, here
+computed from its context rows, and sizes: the original size of every image is stated as the size at
+which it is generated, uncropped.
 
 Skips are `skip.0`, `skip.1`, …; the output of `in` and of every down layer is its last skip, so
 `sample` exists from `mid` on and nothing crosses a cut twice.
@@ -61,9 +61,9 @@ class In(Start):
 
 
 class Inner(GeneratorLayer):
-    """A down, mid or up block of the U-Net."""
+    """Down, mid or up block of the U-Net."""
 
-    # Heads and FFN of its transformer blocks; convolutions are whole on every rank.
+    # Heads and FFN of its transformer blocks are sharded; convolutions are replicated.
     division = Division(
         column=("to_q", "to_k", "to_v"), fused=("ff.net.0.proj",), row=("to_out.0", "ff.net.2")
     )
@@ -141,10 +141,12 @@ def makers(
     llm_width: int,
     loss_weight: float,
 ) -> list[LayerMaker]:
-    """The layers of an image generator in pipeline order; weights start as diffusers starts them.
+    """Return the layer factories of an image generator in pipeline order.
+
+    Weights are initialised as in diffusers.
 
     Raises:
-        SpecError: diffusers refuses the configuration.
+        SpecError: diffusers rejects the configuration.
     """
     whole = cache(partial(whole_model, module, "unet2d_condition", config))
     pooled = pooled_width(config) if config["addition_embed_type"] == "text_time" else None

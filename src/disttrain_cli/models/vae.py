@@ -1,6 +1,7 @@
-"""diffusers' AutoencoderKL, frozen: its encoder as a pipeline layer, target pixels → latents that a
-generator learns to denoise; its decoder, which no stage has, for making images of generated
-latents.
+"""diffusers' AutoencoderKL, frozen.
+
+Its encoder is a pipeline layer, target pixels → latents that a generator learns to denoise; its
+decoder, which no stage has, converts generated latents to images.
 """
 
 from __future__ import annotations
@@ -20,8 +21,7 @@ from disttrain_cli.models.posterior import posterior_of
 from disttrain_cli.models.processors import with_own_attention
 from disttrain_cli.spec.buckets import Buckets
 
-#: Pixels that are encoded at a time: what the encoder holds meanwhile grows with them, to 1.3 GiB
-#: in bf16.
+#: Pixels encoded at a time: the encoder's memory grows with them, here to 1.3 GiB in bf16.
 PIXELS = 1 << 20
 
 
@@ -65,7 +65,7 @@ class VaeEncoder(GeneratorLayer):
 
     @torch.no_grad()
     def moments(self, pixels_NCHW: Tensor) -> Tensor:
-        """Mean and log-variance of the latents of images of −1..1 [N, 2 · channels, H, W]."""
+        """Return latents' mean and log-variance [N, 2 · channels, H, W] of images in −1..1."""
         pixels = pixels_NCHW.to(self.encoder.conv_in.weight.dtype)
         images = max(1, PIXELS // pixels[0, 0].numel())
         return torch.cat([self._moments(some) for some in pixels.split(images)])
@@ -93,7 +93,7 @@ class VaeDecoder(PipelineLayer):
 
     @torch.no_grad()
     def decode(self, latents_NCHW: Tensor) -> Tensor:
-        """Images [N, 3, H, W] of about −1..1, made one by one to bound memory."""
+        """Return images [N, 3, H, W] of about −1..1, decoded one by one to bound memory."""
         latents_NCHW = (latents_NCHW / self.scaling + self.shift).to(
             self.decoder.conv_in.weight.dtype
         )
@@ -108,7 +108,7 @@ class VaeDecoder(PipelineLayer):
 
 
 def decoder_maker(module: str, config: dict[str, Any]) -> LayerMaker:
-    """The VAE's decoder; it stands in no pipeline."""
+    """Return the factory of the VAE's decoder, which belongs to no pipeline."""
     return LayerMaker(
         lambda: VaeDecoder(module, config, whole_model(module, "AutoencoderKL", config, "vae")),
         None,
@@ -122,14 +122,16 @@ def encoder_maker(
     index: int = 0,
     buckets: Buckets | None = None,
 ) -> LayerMaker:
-    """The VAE's encoder, a generator's first layer; weights start as diffusers starts them.
+    """Return the factory of the VAE's encoder, a generator's first layer.
+
+    Weights are initialised as in diffusers.
 
     Args:
-        index: of the generator among the model's.
-        buckets: sizes of the images, where they are not all squares of `image_size`.
+        index: of the generator in the model.
+        buckets: sizes of the images, if they are not all squares of `image_size`.
 
     Raises:
-        SpecError: diffusers refuses the configuration.
+        SpecError: diffusers rejects the configuration.
     """
     whole = cache(partial(whole_model, module, "AutoencoderKL", config, "vae"))
     whole()

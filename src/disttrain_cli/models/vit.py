@@ -23,8 +23,10 @@ from disttrain_cli.models.towers import ImageLayer, images_of, positions
 
 
 class Embed(ImageLayer):
-    """Pixels → patches with class token and interpolated positions (Dosovitskiy et al. 2021,
-    section 3.1)."""
+    """Pixels → patches with class token and interpolated positions.
+
+    See Dosovitskiy et al. 2021, section 3.1.
+    """
 
     kind = "embed"
     extra = 1
@@ -40,12 +42,12 @@ class Embed(ImageLayer):
         self.dropout, self.embeddings.dropout = (
             self.embeddings.dropout,
             nn.Identity(),
-        )  # over the rows of all images
+        )  # applied to the rows of all images
         seeded(self)
         self.published = {"embeddings": "embeddings"}
 
     def embeddings_of(self, config: Any) -> Any:
-        """The library's embeddings."""
+        """Return the library's embeddings."""
         from transformers.models.vit.modeling_vit import ViTEmbeddings
 
         return ViTEmbeddings(config)
@@ -59,13 +61,13 @@ class Embed(ImageLayer):
         return {"image_hidden": split(self.dropout(hidden), self.group)}
 
     def _table(self, rows: int, columns: int) -> Tensor:
-        """What is added to the rows of an image of a grid, the class token among them."""
+        """Return the values added to an image's rows, including the class token's row."""
         table_PD = self.embeddings.position_embeddings.squeeze(0)
         first_1D = self.embeddings.cls_token.squeeze(0) + table_PD[:1]
         return torch.cat([first_1D, positions(table_PD[1:], rows, columns)])
 
     def _embed(self, pixels: Tensor) -> Tensor:
-        """[N, P + 1, D]."""
+        """Return [N, P + 1, D]."""
         table_PD, side = self.embeddings.position_embeddings.squeeze(0), self.embeddings.patch_size
         patches_NPD = self.embeddings.patch_embeddings(pixels.to(table_PD.dtype))
         first = (self.embeddings.cls_token + table_PD[0]).expand(len(pixels), -1, -1)
@@ -74,7 +76,7 @@ class Embed(ImageLayer):
 
 
 class Block(ImageLayer):
-    """One transformers ViTLayer."""
+    """transformers' ViTLayer."""
 
     kind = "block"
     extra = 1
@@ -115,8 +117,10 @@ class Block(ImageLayer):
 
 
 def makers(module: str, config: Any, joint: Joint, final_norm: bool = True) -> list[LayerMaker]:
-    """The layers of an image encoder in pipeline order; without `final_norm` the LLM reads a block
-    as it is."""
+    """Return the layer factories of an image encoder in pipeline order.
+
+    Without `final_norm` the LLM reads the last block's output unnormalised.
+    """
     std = config.initializer_range
     norm = "layernorm" if final_norm else None
     return [

@@ -1,10 +1,10 @@
-"""Backwards in two parts: the gradient of a layer's input at once, those of its weights later.
+"""Split backward: input gradients (B) at once, weight gradients (W) later.
 
-As in zero-bubble pipelines (Qi et al. 2024, arXiv 2401.10241): only the first part holds up the
-stage before. Linear and convolution layers that are `split` put aside what their weights' gradients
-are made of while `deferred` is active; all else of a layer (norms, biases, embeddings, the loss)
-has its whole backward at once. `add_weight_gradients` takes the very way of an usual backward, so
-hooks on weights run as ever.
+As in zero-bubble pipelines (Qi et al. 2024, arXiv 2401.10241): only the first part delays the
+previous stage. Linear and convolution layers that are `split` record the operands of their weight
+gradients while `deferred` is active; everything else in a layer (norms, biases, embeddings, the
+loss) has its full backward at once. `add_weight_gradients` goes through autograd like a usual
+backward, so hooks on weights run as always.
 """
 
 from __future__ import annotations
@@ -20,17 +20,16 @@ from torch.nn import functional
 from disttrain_cli.models.division import WithoutBias
 from disttrain_cli.models.layer import is_adapter
 
-#: What makes the gradient of a weight, with the weight.
+#: A weight, and the function that computes its gradient.
 WeightPart = tuple[Tensor, Callable[[], Tensor]]
 
-# Of the process: autograd may run a backward on a thread of its own.
+# Per process: autograd may run a backward on another thread.
 _aside: list[WeightPart] | None = None
 
 
 @contextmanager
 def deferred(parts: list[WeightPart]) -> Iterator[None]:
-    """Backwards of split layers inside add their weights' parts to `parts` instead of computing
-    them."""
+    """Make backwards of split layers append their weight gradients to `parts` uncomputed."""
     global _aside
     assert _aside is None
     _aside = parts
@@ -41,8 +40,7 @@ def deferred(parts: list[WeightPart]) -> Iterator[None]:
 
 
 def add_weight_gradients(parts: list[WeightPart]) -> None:
-    """Compute the gradients that were put aside, in their order, and let go of what they are made
-    of."""
+    """Compute deferred weight gradients in order, and release their operands."""
     parts.reverse()
     while parts:
         weight, gradient = parts.pop()
@@ -53,10 +51,10 @@ def add_weight_gradients(parts: list[WeightPart]) -> None:
 
 
 def split(layer: nn.Module) -> None:
-    """Let a layer's trained linears and convolutions have backwards in two parts.
+    """Give a layer's trained linears and convolutions a split backward.
 
-    Not those of adapters: their gradients take next to no time, and would keep as much as whole
-    weights' do.
+    Adapters are excluded: their gradients take next to no time, and deferring them would hold as
+    much memory as for full weights.
     """
     for path, part in layer.named_modules():
         if is_adapter(path):
@@ -69,14 +67,14 @@ def split(layer: nn.Module) -> None:
 
 
 def _pads_oddly(part: nn.Module) -> bool:
-    """Whether a convolution pads with other than zeros, or by a word instead of numbers."""
+    """Return True if a convolution pads with other values than zeros, or by a named mode."""
     return getattr(part, "padding_mode", "zeros") != "zeros" or isinstance(
         getattr(part, "padding", None), str
     )
 
 
 def hand_over(weight: Tensor, gradient: Callable[[], Tensor]) -> None:
-    """Put the gradient of a weight aside, or add it at once where nothing is deferred."""
+    """Defer the gradient of a weight, or add it at once if `deferred` is not active."""
     if _aside is None:
         add_weight_gradients([(weight, gradient)])
     else:
@@ -84,27 +82,26 @@ def hand_over(weight: Tensor, gradient: Callable[[], Tensor]) -> None:
 
 
 def anchor(part: nn.Module) -> Tensor:
-    """Stands for a weight in autograd's graph, so that there is a backward.
+    """Return a stand-in for a weight in autograd's graph, so that there is a backward.
 
-    The weight itself must not: hooks on it would run without a gradient.
+    The weight itself must not be in it: its hooks would run without a gradient.
     """
     return part.weight.new_empty(0, requires_grad=True)
 
 
 class Splittable(nn.Linear):
-    """A linear with an autograd function of its own, which hands the gradient of its weight over
-    where it is split."""
+    """Linear with its own autograd function, which defers the weight's gradient if it is split."""
 
     is_split = False
 
     @property
     def in_graph(self) -> Tensor:
-        """What autograd knows of the weight."""
+        """Autograd's input for the weight: the weight itself, or its stand-in if it is split."""
         return anchor(self) if self.is_split else self.weight
 
 
 class _Linear(torch.autograd.Function):
-    """`functional.linear` with the same kernels; what is put aside holds no other layer's graph."""
+    """`functional.linear` with the same kernels; deferred operands hold no other layer's graph."""
 
     @staticmethod
     def forward(
@@ -125,7 +122,7 @@ class _Linear(torch.autograd.Function):
 
 
 class _Convolution(torch.autograd.Function):
-    """A convolution of one or two dimensions, with zeros around what it is given."""
+    """Convolution of one or two dimensions with zero padding."""
 
     @staticmethod
     def forward(

@@ -1,8 +1,7 @@
-"""Real weights in: layers take their tensors from the Hugging Face folders that the run file names.
+"""Import of weights: layers load their tensors from the Hugging Face folders in the run file.
 
-Only the tensors of the given layers are read, one at a time; of a tensor that is divided over a TP
-group each rank keeps its part. Parameters that no published model has (projectors) stay as they
-are.
+Only the tensors of the given layers are read, one at a time; of a tensor that is sharded over a TP
+group each rank keeps its shard. Parameters that no published model has (projectors) are unchanged.
 """
 
 from __future__ import annotations
@@ -38,33 +37,33 @@ from disttrain_cli.spec.hub import snapshot_of
 from disttrain_cli.spec.runfile import Run
 from disttrain_cli.spec.runfile.published import is_of, joins_as
 
-#: Where a folder ties its LLM's head to its embedding, it holds the embedding only: the head is or,
-#: where this run does not tie them, starts as a copy of it.
+#: A folder with tied embedding and head holds the embedding only: the head is, or, if this run does
+#: not tie them, starts as, a copy of it.
 TIED = {"lm_head.weight": "model.embed_tokens.weight"}
-#: Tensors with a row per token id; ids that the folder has no rows for (a tokenizer's new ones)
-#: start at random.
+#: Tensors with a row per token id; ids without a row in the folder (a tokenizer's new ones) start
+#: at random.
 _BY_ID = {*TIED, *TIED.values()}
-_SHOWN = 4  # names shown of many
-#: What a weight may be stored as, in safetensors' words; what is quantised means nothing without
-#: its scales.
+_SHOWN = 4  # names listed in an error message
+#: Supported storage dtypes, in safetensors' names; quantised values mean nothing without their
+#: scales.
 _STORED_AS = {"F64", "F32", "F16", "BF16"}
 
 
 @dataclass(frozen=True)
 class Source:
-    """A published model that some layers take their weights from."""
+    """Published model from which some layers load their weights."""
 
-    field: str  # as the user wrote it: "model.modules.llm.folder"
+    field: str  # as in the run file: "model.modules.llm.folder"
     folder: Path
     architecture: str
     config: Any
-    otherwise: str = "set pretrained: false"  # what to do where its weights do not fit
-    part: Module | None = None  # which module it is of the whole model that the folder holds
-    joint: bool = False  # whether the projector's weights are there too
+    otherwise: str = "set pretrained: false"  # next step if its weights do not fit
+    part: Module | None = None  # the layers' module, if the folder holds a whole model
+    joint: bool = False  # True if the folder has the projector's weights, too
 
 
-#: Takes a layer, the path of one of its parameters, and what that is as a whole; token ids without
-#: a row are NaN.
+#: Receives a layer, the path of one of its parameters, and its unsharded value; token ids without a
+#: row are NaN.
 Fill = Callable[[PipelineLayer, str, Tensor], None]
 
 
@@ -74,14 +73,13 @@ def load_into(
     sources: Callable[[Run, str, str], Source | None] | None = None,
     fill: Fill | None = None,
 ) -> list[str]:
-    """Give layers the published weights that the run file names; returns notes on what was done,
-    for the user.
+    """Load the published weights that the run file names into layers; return notes for the user.
 
-    Layers may be a stage's, of one TP rank, of any dtype, on any device.
+    Layers may be those of one stage, of one TP rank, of any dtype, on any device.
 
     Args:
-        sources: the source of a module's part, if not that of the run file (`source_of`).
-        fill: what is done with a tensor, if it is not put into the layer's own parameter.
+        sources: returns the source of a module's part; None: that of the run file (`source_of`).
+        fill: receives each tensor; None: the tensor is copied into the layer's parameter.
 
     Raises:
         SpecError: weights are pickled, damaged or incomplete, or a tensor is missing or has another
@@ -102,11 +100,10 @@ def load_into(
 
 
 def starting_weights(run: Run, given: Collection[str] = (), training: bool = False) -> list[str]:
-    """Which weights training starts from, and what is random though its user may think otherwise;
-    one sentence each.
+    """Return a sentence about each module's initial weights, and about unexpectedly random ones.
 
-    Modules in `given` take their weights from elsewhere. A folder of a whole model may be planned
-    without its weights, but not `training`.
+    Modules in `given` get their weights from elsewhere. The folder of a whole model may lack its
+    weights for planning, but not for `training`.
 
     Raises:
         SpecError: a folder's weights are pickled, files that its index names are missing, or the
@@ -119,7 +116,7 @@ def starting_weights(run: Run, given: Collection[str] = (), training: bool = Fal
             *(("vae",) if config.vae is not None else ()),
         ):
             source = source_of(run, module, part)
-            # weights of a name are there when training begins
+            # weights of a Hugging Face name are downloaded before training begins
             named = source is not None and snapshot_of(source.folder) is not None
             if source is not None and not named and not weight_files(source.folder):
                 if training and is_of(run.published, run.file.model, module):
@@ -156,8 +153,7 @@ def starting_weights(run: Run, given: Collection[str] = (), training: bool = Fal
 
 
 def source_of(run: Run, module: str, part: str) -> Source | None:
-    """Where a module's layers, or those of its VAE, take their weights from; None where it names no
-    folder."""
+    """Return the source of a module's or its VAE's weights; None if it names no folder."""
     spec, config = run.file.model.modules[module], read_configs(run)[module]
     folder = spec.folder if part == "module" else spec.vae_folder
     if folder is None or not spec.pretrained:
@@ -178,12 +174,12 @@ def source_of(run: Run, module: str, part: str) -> Source | None:
 
 
 def published_as(config: ModuleConfig, part: str) -> tuple[str, Any]:
-    """Architecture and configuration of the published model that a module is, or of its VAE."""
+    """Return architecture and configuration of a module's published model, or of its VAE's."""
     return ("vae", config.vae) if part == "vae" else (config.architecture, config.config)
 
 
 def published_shapes(layers: Iterable[PipelineLayer]) -> dict[str, tuple[int, ...]]:
-    """Whole shapes of the layers' published tensors by the published model's names."""
+    """Return the unsharded shapes of the layers' published tensors, by published name."""
     shapes = {}
     for layer in layers:
         blank = {
@@ -197,7 +193,7 @@ def published_shapes(layers: Iterable[PipelineLayer]) -> dict[str, tuple[int, ..
 
 
 def module_layers(run: Run, module: str) -> list[PipelineLayer]:
-    """All layers of a module, without memory for their weights."""
+    """Return all layers of a module, without memory for their weights."""
     positions = [index for index, info in enumerate(layer_table(run)) if info.module == module]
     return build_layers(run, positions[0], positions[-1] + 1, device="meta")
 
@@ -206,7 +202,7 @@ def _load(
     layers: Sequence[PipelineLayer], run: Run, module: str, part: str, source: Source, fill: Fill
 ) -> list[str]:
     files = weight_files(source.folder)
-    if not files:  # as `starting_weights` says
+    if not files:  # `starting_weights` reports it
         return []
     rename = renaming(source.architecture, source.config)
     own = rename if source.part is None else source.part.name_in_whole
@@ -261,10 +257,10 @@ def _load(
 
 
 def _belongs(name: str, part: str, module: Module | None) -> bool:
-    """Whether a tensor of the folder should be read by a module.
+    """Return True if a tensor of the folder is expected to be read by a module.
 
-    Of a VAE the decoder waits until images are generated. In the folder of a whole model others are
-    for other modules, and some of a tower's follow the block whose output is read.
+    A VAE's decoder is loaded only for image generation. In the folder of a whole model other
+    tensors belong to other modules, and some of a tower's follow the block whose output is read.
     """
     if part != "module" or module is None:
         return part == "module"
@@ -273,7 +269,7 @@ def _belongs(name: str, part: str, module: Module | None) -> bool:
 
 
 def _load_joint(layers: Sequence[PipelineLayer], source: Source, fill: Fill) -> None:
-    """The weights of a projector that the whole model has."""
+    """Load the weights of a projector that the whole model has."""
     assert source.part is not None
     rename, joint_in_whole = (
         renaming(source.architecture, source.config),
@@ -305,8 +301,11 @@ def _check(
     source: Source,
     asked: bool = False,
 ) -> Iterator[int]:
-    """Raise SpecError for what is missing or has another shape; yields how many rows tensors by
-    token id lack, where the run file itself asked for more (`asked`)."""
+    """Raise SpecError for missing tensors, wrong shapes and unsupported dtypes.
+
+    Yields the number of rows that tensors by token id lack, if the run file itself sets the
+    vocabulary's size (`asked`).
+    """
     missing = [name for name in shapes if name not in source_of]
     if missing:
         raise _lacking(missing, weights, source)
@@ -330,7 +329,7 @@ def _check(
 
 
 def _check_equal(head: str, body: str, weights: Weights, source: Source, module: str) -> None:
-    """SpecError where a folder has two tensors, of which only one could be trained."""
+    """Raise SpecError if a folder's embedding and head differ; only one could be trained."""
     if weights.shape(head) != weights.shape(body) or not torch.equal(
         weights.read(head), weights.read(body)
     ):
@@ -352,8 +351,10 @@ def _lacking(missing: Sequence[str], weights: Weights, source: Source) -> SpecEr
 
 
 def _ties(source: Source) -> bool:
-    """True if a folder's own configuration makes its LLM's head and embedding one weight, by its
-    class's default where it leaves that out."""
+    """Return True if a folder's own configuration ties its LLM's head and embedding.
+
+    If the field is missing, the class's default counts.
+    """
     if source.part is not None:
         return bool(source.config.tie_word_embeddings)
     fields = parse_json(
@@ -364,10 +365,10 @@ def _ties(source: Source) -> bool:
 
 
 def _read(weights: Weights, stored: str, name: str, shape: tuple[int, ...]) -> Tensor:
-    """A tensor; one by token id with rows of NaN at its end where it has too few.
+    """Return a tensor; one by token id is padded with rows of NaN if it has too few.
 
     Raises:
-        SpecError: one by token id has NaN of its own, which would be taken for such a row.
+        SpecError: one by token id contains NaN, which would be mistaken for padding.
     """
     tensor = weights.read(stored)
     if name not in _BY_ID:
@@ -381,14 +382,14 @@ def _read(weights: Weights, stored: str, name: str, shape: tuple[int, ...]) -> T
 
 
 def fill_parameter(layer: PipelineLayer, path: str, whole: Tensor) -> None:
-    """Set a layer's parameter, or its part of it."""
+    """Set a layer's parameter, or its shard of it."""
     parameter = layer.get_parameter(path)
     put(parameter, piece(whole, shard_of(parameter)), layer, path)
 
 
 @torch.no_grad()
 def put(values: Tensor, local: Tensor, layer: PipelineLayer, path: str) -> None:
-    """Set values of a parameter; rows of token ids that the source has not stay as they were."""
+    """Set values of a parameter; rows of token ids that the source lacks are unchanged."""
     local = local.to(values)
     values.copy_(
         torch.where(local.isnan(), values, local) if layer.published_name(path) in _BY_ID else local

@@ -1,13 +1,12 @@
-"""transformers' Whisper encoder as pipeline layers: embed, block × n, projector into the LLM's
-width.
+"""transformers' Whisper encoder as pipeline layers: embed, block × n, projector.
 
 Every clip is padded to the same length, so all have the same rows: positions of 20 ms each. A
-clip's positions are sinusoids (Radford et al. 2023, arXiv 2212.04356, section 2.2), which are no
-weights: made once per stage and batch.
+clip's positions are sinusoids (Radford et al. 2023, arXiv 2212.04356, section 2.2), which are not
+weights: computed once per stage and batch.
 
-A rank of a CP group makes the positions of its own rows, whose convolutions reach over two frames
-more on the left and one on the right: these are computed on both sides of a border, and nothing is
-sent.
+A rank of a CP group computes the positions of its local rows, whose convolutions reach over two
+more frames on the left and one on the right: these are computed on both sides of a border, and
+nothing is sent.
 """
 
 from __future__ import annotations
@@ -30,26 +29,26 @@ from disttrain_cli.models.host import constant
 from disttrain_cli.models.layer import Batch, PipelineLayer, TensorSpec
 from disttrain_cli.models.parallel import across, split
 
-#: Log-mel frames that one position stands for: the stride of the second convolution.
+#: Log-mel frames per position: the stride of the second convolution.
 FRAMES_PER_POSITION = 2
 
 
 class WhisperLayer(PipelineLayer):
-    """A layer whose items are audio clips."""
+    """Layer whose items are audio clips."""
 
     by_rows = True
-    positions: int  # of a clip
+    positions: int  # positions of a clip
 
     def rows_of(self, batch: Batch) -> list[int]:
-        """Rows of each clip."""
+        """Return the rows of each clip."""
         return [self.positions] * len(batch.of("audio"))
 
     def all_rows(self, batch: Batch) -> int:
-        """Rows of all clips."""
+        """Return the rows of all clips."""
         return len(batch.of("audio")) * self.positions
 
     def rows(self, batch: Batch) -> int:
-        """Those that this rank's TP group works on."""
+        """Return the rows that this rank's TP group processes."""
         own = self.of_group(self.all_rows(batch))
         return own.stop - own.start
 
@@ -61,8 +60,10 @@ class WhisperLayer(PipelineLayer):
 
 
 class Embed(WhisperLayer):
-    """Log-mel features [N, mel bins, frames] → positions: two convolutions with GELU, then
-    sinusoids."""
+    """Log-mel features [N, mel bins, frames] → positions: two convolutions, sinusoids.
+
+    Both convolutions are followed by GELU.
+    """
 
     kind = "embed"
     needs = ("audio",)
@@ -98,7 +99,7 @@ class Embed(WhisperLayer):
         return {"audio_hidden": split(self.dropout(hidden_RD), self.group)}
 
     def to_published(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Also the sinusoids, which the published model keeps with its weights."""
+        """Add the sinusoids, which the published model stores with its weights."""
         from transformers.models.whisper.modeling_whisper import sinusoids
 
         with torch.device("cpu"):
@@ -106,9 +107,11 @@ class Embed(WhisperLayer):
         return super().to_published(tensors) | {"embed_positions.weight": positions}
 
     def _runs(self, own: slice) -> list[tuple[slice, int, int]]:
-        """Clips with some of these rows, and the first and the last of their positions that are
-        these: whole clips together, and parts of the others. Without rows the first position of the
-        first clip, from which gradients of zero flow."""
+        """Return runs (clips, first position, end position) that cover these rows.
+
+        Complete clips form one run, parts of the others one each. Without rows the first position
+        of the first clip, through which zero gradients flow.
+        """
         if own.start == own.stop:
             return [(slice(0, 1), 0, 1)]
         (first, begin), (last, end) = (divmod(row, self.positions) for row in (own.start, own.stop))
@@ -123,20 +126,20 @@ class Embed(WhisperLayer):
         return [run for run in runs if run[0].start < run[0].stop and run[1] < run[2]]
 
     def _some(self, features: Tensor, clips: slice, first: int, stop: int) -> Tensor:
-        """[n, stop - first, D]: some positions of some clips."""
+        """Return [n, stop - first, D]: some positions of some clips."""
         frames = features.shape[2]
         begin, end = FRAMES_PER_POSITION * first - 2, FRAMES_PER_POSITION * stop + 1
         given = features[clips, :, max(0, begin) : min(frames, end)]
         given = functional.pad(given, (max(0, -begin), max(0, end - frames)))
         hidden = functional.gelu(functional.conv1d(given, self.conv1.weight, self.conv1.bias))
-        if first == 0:  # before the first frame is nothing, not a convolution of nothing
+        if first == 0:  # the second convolution pads with zeros, not with a convolution of zeros
             hidden = functional.pad(hidden[:, :, 1:], (1, 0))
         conv = functional.conv1d(hidden, self.conv2.weight, self.conv2.bias, FRAMES_PER_POSITION)
         hidden_NPD = functional.gelu(conv).transpose(1, 2)
         return hidden_NPD + self._sinusoids(hidden_NPD)[first:stop]
 
     def _sinusoids(self, hidden_NPD: Tensor) -> Tensor:
-        """[P, D], of all positions of a clip."""
+        """Return [P, D], of all positions of a clip."""
         from transformers.models.whisper.modeling_whisper import sinusoids
 
         known = {"device": hidden_NPD.device, "dtype": hidden_NPD.dtype}
@@ -144,7 +147,7 @@ class Embed(WhisperLayer):
 
 
 class Block(WhisperLayer):
-    """One transformers WhisperEncoderLayer; every position attends all of its own clip."""
+    """transformers' WhisperEncoderLayer; every position attends to its entire clip."""
 
     kind = "block"
     row_by_row = True
@@ -225,7 +228,7 @@ class Projector(WhisperLayer):
                 whole = bounds_of(count // self.merge, self.cp) * self.merge
                 given = bounds_of(count, self.cp)
                 normed_RD = regrouped(normed_RD, np.arange(count), given, whole, self.cp)
-            # A clip's positions are whole groups of m, so that no group has rows of two clips.
+            # A clip has a multiple of m positions, so that no merged row covers two clips.
             return self.mlp(normed_RD.unflatten(0, (-1, self.merge)).flatten(1))
 
         normed = self.norm(state["audio_hidden"])
@@ -235,7 +238,7 @@ class Projector(WhisperLayer):
 def makers(
     module: str, config: Any, merge: int, projector_hidden: int, llm_width: int
 ) -> list[LayerMaker]:
-    """The layers of an audio encoder in pipeline order."""
+    """Return the layer factories of an audio encoder in pipeline order."""
     std = config.init_std
     return [
         LayerMaker(partial(Embed, module, config), std),

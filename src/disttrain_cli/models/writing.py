@@ -1,7 +1,7 @@
-"""Writing text: encoders once, then the LLM's layers token by token.
+"""Text generation: encoders once, then the LLM's layers token by token.
 
-Every token runs its whole sequence again: simple, the same for any family of decoders, and slow for
-long texts.
+Every token runs its entire sequence again: simple, the same for any family of decoders, and slow
+for long texts.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ def write(
     temperature: float = 0.0,
     seed: int = 0,
 ) -> list[list[int]]:
-    """The token ids that the model writes after each sequence of a batch: `most`, or up to
-    one of the tokens `ends`.
+    """Return the token ids generated after each sequence of a batch.
 
-    `layers` is the whole model on one device. The first `lengths[m]` tokens of sequence m are
-    given; its other positions are there to be filled. Only ids for which `allowed` [V] is true are
-    written. The likeliest is taken at temperature 0, else one is drawn: sequence m's from (seed,
-    m), the same on any device.
+    Generation stops after `most` tokens or before one of the tokens `ends`. `layers` is the whole
+    model on one device. The first `lengths[m]` tokens of sequence m are the prompt; its other
+    positions are to be filled. Only ids for which `allowed` [V] is true are generated. Temperature
+    0 selects the likeliest token, else one is sampled: sequence m's from (seed, m), the same on any
+    device.
     """
     assert batch.token_ids is not None
     ids = batch.token_ids.clone()

@@ -1,25 +1,25 @@
-"""Which shapes may still be part of a layout within a time limit, for one slot size.
+"""Bounds: the shapes that may be part of a layout within a time limit, for one slot size.
 
-**Statement.** `narrowed` returns, of every unit, options among which are those of every layout that
+**Statement.** `narrowed` returns, for every unit, options that include those of every layout that
 takes at most the limit, and a lower bound of the time of any layout.
 
-**Argument.** With n slots a step takes W + (n - 1) · τ: W sums the unit times of the line (of the
-encoders, which are parallel branches, only the slowest counts), τ is the slowest stage
-(`objective`). W is at least the sum of the least unit times, so within the limit τ is at most some
-u. Hence
+**Argument.** With n slots a step takes W + (n - 1) · τ: W sums the unit times of the sequential
+chain (of the encoders, which are parallel branches, only the slowest counts), τ is the slowest
+stage (`objective`). W is at least the sum of the least unit times, so within the limit τ is at most
+some u. Hence
 
 1. a row of a unit (`options.Rows`) needs the fewest stages at which its slowest stage may be at
-   most u, known in closed form (`Rows.stages`), and so many GPUs at least;
+   most u, known in closed form (`Rows.stages`), and at least the corresponding GPUs;
 2. a unit takes at least the least unit time of the rows that fit its GPUs: a table by GPUs;
-3. beside an option of the LLM with g GPUs the others take at least the best way to share the
+3. given an option of the LLM with g GPUs the others take at least the best way to share the
    remaining G - g between their tables, and the step at least that, plus the LLM's unit time, plus
-   (n - 1) · its slowest stage. An option whose bound exceeds the limit is out;
-4. an option of another unit is out that exceeds the limit beside the best of what is left of the
-   LLM and of the other tables on the remaining GPUs.
+   (n - 1) · its slowest stage. An option whose bound exceeds the limit is excluded;
+4. an option of another unit is excluded if it exceeds the limit even with the best remaining option
+   of the LLM and the best of the other tables on the remaining GPUs.
 
-**What it gains**: a search takes 3 times as long at 1,296 GPUs, and 10 times at 16,384, where each
-unit is filtered alone. Cutting τ into intervals, refining them, a floor of perfectly divisible
-units and memory's part in the fewest stages gained nothing more (docs/log.md, 2026-11-23).
+**Effect**: a search takes 3 times as long at 1,296 GPUs, and 10 times at 16,384, if each unit is
+filtered on its own. Cutting τ into intervals, refining them, a floor of perfectly divisible units
+and memory's part in the fewest stages had no further effect (docs/log.md, 2026-11-23).
 """
 
 from __future__ import annotations
@@ -49,27 +49,27 @@ from disttrain_cli.spec.stage_graph import in_line
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-#: Which rows a strategy allows: (unit number, slot, rows) → rows kept.
+#: Filter of rows by a strategy: (unit index, slot, rows) → mask of rows kept.
 Keep = Callable[[int, int, Rows], NDArray[np.bool_]]
 STEPS = 48  # GPU counts at which a bound of a slot size is evaluated
-PARTS = 8  # of a power of two of devices, in which rows are listed: other searches find them again
-BLOCKS = 64  # GPU ranges in which more than two units besides the LLM are combined
+PARTS = 8  # of a power of two of devices: step of row lists, which searches thus share
+BLOCKS = 64  # GPU ranges for combining more than two units besides the LLM
 
 
 @cache
 def divisors(number: int) -> list[int]:
-    """All divisors, ascending."""
+    """Return all divisors, ascending."""
     small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
     return sorted({*small, *(number // d for d in small)})
 
 
 def rough_floor(units: list[Unit], size: int, cluster: Cluster) -> float:
-    """Lower bound of a step for slots of `size` sequences, in closed form.
+    """Return a lower bound of a step for slots of `size` sequences, in closed form.
 
-    On x GPUs a side unit takes at least b + w/x (`_hyperbola`), so all of them together on the R
-    that the LLM leaves take Σb + (Σ√w)² / R, and their slowest stage at least their work over R. R
-    is cut into ranges. The slowest of several encoders takes at least their mean weighted by w,
-    which is one such unit: Σbw/Σw + Σw/x.
+    On x GPUs a unit without the LLM takes at least b + w/x (`_hyperbola`), so all of them together
+    on the R that the LLM leaves take Σb + (Σ√w)² / R, and their slowest stage at least their work
+    over R. R is cut into ranges. The slowest of several encoders takes at least their mean weighted
+    by w, which is one such unit: Σbw/Σw + Σw/x.
     """
     slots, edges = (
         cluster.batch // size,
@@ -86,7 +86,7 @@ def rough_floor(units: list[Unit], size: int, cluster: Cluster) -> float:
         mean = sum(side[0] * side[1] for side in sides[:llm]) / weight if weight else 0.0
         sides = [(mean, weight, 0.0), *sides[llm:]]
     base, root = sum(side[0] for side in sides), sum(side[1] ** 0.5 for side in sides)
-    fewest, most = edges[:-1], edges[1:]  # of the LLM
+    fewest, most = edges[:-1], edges[1:]  # GPUs of the LLM
     left = cluster.gpus - fewest
     rows = list_rows(holder, size, slots, _listed(cluster, cluster.gpus), 0)
     pp = np.minimum(most // rows.stage_gpus, holder.layers)
@@ -97,8 +97,10 @@ def rough_floor(units: list[Unit], size: int, cluster: Cluster) -> float:
 
 @remembered
 def _hyperbola(unit: Unit, size: int, gpus: int) -> tuple[float, float, float]:
-    """(b, w, work): a side unit takes at least b + w/x on x GPUs, and `work` GPU·ms; from
-    `busiest_load`."""
+    """Return (b, w, work) of a unit without the LLM, derived from `busiest_load`.
+
+    It takes at least b + w/x ms on x GPUs, and `work` GPU·ms.
+    """
     images, kinds = size * unit.items_per_sequence, unit.kinds
     base = kinds.base_ms @ kinds.count
     each = kinds.slope_ms @ kinds.count / max(unit.items_per_sequence, 1e-300)
@@ -111,8 +113,7 @@ def _hyperbola(unit: Unit, size: int, gpus: int) -> tuple[float, float, float]:
 
 @dataclass(frozen=True)
 class Space:
-    """The shapes of all units for one slot size, as far as a layout within a limit may have
-    them."""
+    """Shapes of all units for one slot size that a layout within a limit may have."""
 
     units: list[Unit]
     size: int  # sequences of a slot
@@ -121,13 +122,13 @@ class Space:
     shares: list[int]  # most GPUs of each unit
     within_ms: float  # the limit
     rows: list[Rows]  # by unit
-    holder: int  # number of the unit that holds the LLM
+    holder: int  # index of the unit that holds the LLM
     llm: Options  # its options
     least_ms: list[float]  # by unit
 
     @property
     def combinations(self) -> float:
-        """Layouts: products of shapes, not all of which fit the GPUs together."""
+        """Number of combinations of shapes, not all of which fit the GPUs together."""
         return float(
             np.prod(
                 [
@@ -146,7 +147,7 @@ def space_of(
     keep: Keep | None,
     within_ms: float,
 ) -> Space:
-    """The shapes of layouts with slots of `size` sequences.
+    """Return the shapes of layouts with slots of `size` sequences.
 
     The other units have no more GPUs than the LLM leaves them in a layout within the limit.
     """
@@ -188,25 +189,24 @@ def space_of(
 
 
 def _listed(cluster: Cluster, share: int) -> int:
-    """Devices for which rows are listed where a unit has a share of a cluster's."""
+    """Return the number of devices up to which rows are listed for a unit's share."""
     part = max(1, (1 << cluster.gpus.bit_length()) // PARTS)
     return -(-share // part) * part
 
 
 def _least_ms(rows: Rows, stages: Ints, share: int, gpus: int) -> Floats:
-    """[gpus + 1] least time of a unit by GPUs at most, where its rows have so many stages [B]."""
+    """Return [gpus + 1] a unit's least time on at most that many GPUs, at `stages` [B] per row."""
     needed = stages * rows.stage_gpus
     slowest_first = np.argsort(-rows.unit_ms, kind="stable")
     slowest_first = slowest_first[needed[slowest_first] <= min(share, gpus)]
     table = np.full(gpus + 1, np.inf)
-    # of equal numbers of GPUs the last one stays
+    # among equal numbers of GPUs the last, fastest assignment wins
     table[needed[slowest_first]] = rows.unit_ms[slowest_first]
     return np.minimum.accumulate(table)
 
 
 def _together(tables: list[Floats], left: int) -> float:
-    """Least time of at most two units (or groups of them) after each other, together on `left`
-    GPUs."""
+    """Return the least time of at most two units (or groups) in sequence, sharing `left` GPUs."""
     if not tables:
         return 0.0
     if len(tables) == 1:
@@ -215,23 +215,25 @@ def _together(tables: list[Floats], left: int) -> float:
 
 
 def _groups(tables: list[Floats], encoders: int) -> list[Floats]:
-    """Least time by GPUs of the first units, encoders side by side, and of the others, as far as
-    there are such."""
+    """Return least times by GPUs of the first units, encoders in parallel, and of the others.
+
+    Empty groups are omitted.
+    """
     groups = ((tables[:encoders], np.maximum), (tables[encoders:], np.add))
     return [_merged(group, join) for group, join in groups if group]
 
 
 def _merged(tables: list[Floats], join: np.ufunc) -> Floats:
-    """Several units' least time by GPUs as one table; a lower bound where times of more than two
-    are added (`_added`).
+    """Return several units' least time by GPUs as one table.
 
-    `join` makes one time of two: `np.add`, or `np.maximum` for units side by side.
+    `join` combines two times: `np.add`, or `np.maximum` for parallel units. A lower bound if times
+    of more than two are added (`_added`).
     """
     return reduce(_added, tables) if join is np.add else side_by_side(tables)
 
 
 def _added(first: Floats, other: Floats) -> Floats:
-    """Lower bound of the least time by GPUs of two units after each other: GPUs in blocks."""
+    """Return a lower bound of the least time by GPUs of two units in sequence: GPUs in blocks."""
     size = len(first)
     ends = np.unique(np.linspace(0, size, BLOCKS + 1).astype(int))
     merged = np.full_like(first, np.inf)
@@ -241,8 +243,10 @@ def _added(first: Floats, other: Floats) -> Floats:
 
 
 def side_by_side(tables: list[Floats]) -> Floats:
-    """The slower one's least time by GPUs of units that share them. Exact: a time takes the fewest
-    GPUs of every unit that is so fast alone."""
+    """Return the least time by GPUs of the slowest among parallel units that share them.
+
+    Exact: a time requires the fewest GPUs of every unit that reach it.
+    """
     if len(tables) == 1:
         return tables[0]
     times = np.unique(np.concatenate(tables))
@@ -250,26 +254,25 @@ def side_by_side(tables: list[Floats]) -> Floats:
     needed = np.sum([np.searchsorted(-table, -times) for table in tables], axis=0)
     merged = np.full_like(tables[0], np.inf)
     possible = needed < len(merged)
-    merged[needed[possible]] = times[possible]  # of equal numbers of GPUs the last, least one stays
+    merged[needed[possible]] = times[possible]  # of equal numbers of GPUs the last, least wins
     return np.minimum.accumulate(merged)
 
 
 @dataclass(frozen=True)
 class _Side:
-    """A unit without the LLM: its rows, and what they need within the limit."""
+    """Unit without the LLM: its rows, and their requirements within the limit."""
 
     number: int
     share: int  # GPUs at most
     rows: Rows
     stages: Ints  # [B] fewest stages
-    least_ms: Floats  # [gpus + 1] least time by GPUs at most
+    least_ms: Floats  # [gpus + 1] least time on at most that many GPUs
 
 
 def narrowed(space: Space, limit: float) -> tuple[list[Options] | None, float]:
-    """Every option, by unit, that a layout within the limit may need; and a lower bound of a step's
-    time.
+    """Return by unit all options that a layout within the limit may need, and a step's lower bound.
 
-    Where that bound exceeds the limit there are none.
+    None instead of options if that bound exceeds the limit.
     """
     slots, holder = space.slots, space.holder
     if not all(len(rows) for rows in space.rows):
@@ -298,8 +301,7 @@ def narrowed(space: Space, limit: float) -> tuple[list[Options] | None, float]:
 
 
 def _alone(space: Space, number: int, table: Table, stage_ms: Floats, limit: float) -> Table:
-    """The rows or options of a unit that are within the limit if all others take the least time
-    there is."""
+    """Return a unit's rows or options within the limit, all others taking their least time."""
     unit_ms = table.unit_ms  # type: ignore[attr-defined]
     least_ms = _warmup_ms(space, number, unit_ms) + _steady_ms(stage_ms, space.slots)
     return take(table, least_ms <= limit)
@@ -311,7 +313,7 @@ def _side(space: Space, number: int, rows: Rows, longest_ms: float) -> _Side:
 
 
 def _steps_ms(space: Space, llm: Options, sides: list[_Side]) -> Floats:
-    """Lower bound of a step with each option of the LLM."""
+    """Return a lower bound of a step with each option of the LLM."""
     groups = _groups([side.least_ms for side in sides], space.holder)
     left, which = np.unique(space.gpus - llm.gpus, return_inverse=True)
     others_ms = np.array([_together(groups, int(count)) for count in left])
@@ -323,7 +325,7 @@ def _llm_ms(space: Space, llm: Options) -> Floats:
 
 
 def _warmup_ms(space: Space, number: int, unit_ms: Floats) -> Floats:
-    """Lower bound of the warm-up where a unit takes so long."""
+    """Return a lower bound of the warm-up if the unit takes `unit_ms`."""
     encoders, line = space.least_ms[: space.holder], space.least_ms[space.holder :]
     if number < space.holder:
         return sum(line) + np.maximum(unit_ms, max(encoders))
@@ -331,15 +333,14 @@ def _warmup_ms(space: Space, number: int, unit_ms: Floats) -> Floats:
 
 
 def _later(space: Space, number: int, llm: Options) -> int:
-    """Stages that come after a side unit, at least: so many slots more are in flight on it."""
+    """Return the fewest stages after a unit without the LLM: its additional slots in flight."""
     return units_after(space.units)[number] + (
         int(llm.pp.min()) - 1 if number < space.holder else 0
     )
 
 
 def _sharpened(space: Space, llm: Options, later_units: int) -> Options:
-    """The options of the LLM with their exact slowest stage, should one stage of each later unit
-    follow."""
+    """Return the LLM's options with exact slowest stages, each later unit having one stage."""
     exact = np.empty(len(llm))
     for index in range(len(llm)):
         exact[index] = slowest_by_stages(
@@ -354,20 +355,18 @@ def _sharpened(space: Space, llm: Options, later_units: int) -> Options:
 
 
 def _steady_ms(stage_ms: Floats, slots: int) -> Floats:
-    """Time of all slots but the first; none for one slot, however slow (even infinite) its
-    stages."""
+    """Return the time of all slots but the first; zero for one slot, even with infinite stages."""
     return (slots - 1) * stage_ms if slots > 1 else np.zeros_like(stage_ms)
 
 
 def _beside(
     space: Space, llm: Options, sides: list[_Side], side: _Side, limit: float
 ) -> tuple[Ints, Ints]:
-    """The options of a side unit, as row and PP, that fit beside some option of the LLM within the
-    limit."""
+    """Return a unit's options, as row and PP, that fit some LLM option within the limit."""
     others = [other.least_ms for other in sides if other is not side]
     encoders = space.holder - (side.number < space.holder)
     whole_ms = line_ms = _others_ms(space, llm, _groups(others, encoders))
-    # of the other encoders only the GPUs count where this one is slower
+    # if this encoder is slower than the others, only their GPUs count
     if side.number < space.holder and encoders:
         idle = [np.where(np.isfinite(table), 0.0, np.inf) for table in others[:encoders]]
         line_ms = _others_ms(space, llm, _groups(idle + others[encoders:], encoders))
@@ -386,13 +385,15 @@ def _beside(
 
 
 def _others_ms(space: Space, llm: Options, groups: list[Floats]) -> Floats:
-    """[gpus + 1] by GPUs of one side unit, the least time of everything else: of the LLM's best
-    option and these units on the GPUs that are left."""
+    """Return [gpus + 1] the least time of everything else, by the GPUs of one unit.
+
+    Everything else is the LLM's best option and the other units on the remaining GPUs.
+    """
     rest = _merged(groups, np.add) if groups else np.zeros(space.gpus + 1)
     least_ms = np.full(space.gpus + 1, np.inf)
     left, llm_ms = space.gpus - llm.gpus, _llm_ms(space, llm)
     order = np.lexsort((llm_ms, left))
-    for option in order[np.diff(left[order], prepend=-1) != 0]:  # the fastest of equal GPUs
+    for option in order[np.diff(left[order], prepend=-1) != 0]:  # the fastest among equal GPUs
         count = left[option]
         fast = least_ms[: count + 1]
         np.minimum(fast, llm_ms[option] + rest[count::-1], out=fast)

@@ -1,8 +1,8 @@
-"""What a new plan changes against the one in place, and what that gains under the profile of now.
+"""Comparison of a new plan with the current one, and the speed-up under the current profile.
 
-A plan is made for one profile. When costs or data move (`disttrain profile`, `--calibrate`), its
-layout is predicted again on the costs and global batches of the new plan, so that the gain is the
-layout's and not the profile's.
+A plan is made for one profile. When costs or data change (`disttrain profile`, `--calibrate`), the
+current plan's layout is predicted again with the costs and global batches of the new plan, so that
+the speed-up is the layout's and not the profile's.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from disttrain_cli.spec.plan import Layout, Plan, Prediction
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.runfile import RunFile
 
-WORTH_PCT = 1.0  # more sequences per second, below which the plan in place is still good
+WORTH_PCT = 1.0  # gain in sequences per second below which the current plan is kept
 
 Value = int | bool | str | list[int]
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One thing that the new layout does differently."""
+    """One setting that differs in the new layout."""
 
-    unit: str | None  # None: of the whole layout
+    unit: str | None  # None: a setting of the entire layout
     what: str
     before: Value
     after: Value
@@ -36,7 +36,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Moved:
-    """What the profile of now makes of a unit of the plan in place."""
+    """Time of a unit in the current plan, when planned and under the current profile."""
 
     unit: str
     then_ms: float  # its slowest stage for one slot, as predicted when the plan was made
@@ -45,24 +45,25 @@ class Moved:
 
 @dataclass(frozen=True)
 class Changes:
-    """The new plan beside the one in place; where that does not fit any more, no times of now and
-    no gain."""
+    """Comparison of the new plan with the current one.
+
+    If the current plan no longer fits, it has no current times and no gain.
+    """
 
     differences: list[Difference]
-    # of the plan in place, as predicted when it was made; None where it was edited by hand since
+    # of the current plan, as predicted when it was made; None if it was edited by hand since
     old_iteration_s: float | None
-    old_now_s: float | None  # the same layout under the profile of now
+    old_now_s: float | None  # of the same layout under the current profile
     new_s: float
-    # more sequences per second than the plan in place, under the profile of now
+    # gain in sequences per second over the current plan, under the current profile
     gain_pct: float | None
-    keep: bool  # whether the plan in place is still good
-    unfit: str | None = None  # why the plan in place does not fit any more
+    keep: bool  # True if the current plan is still good
+    unfit: str | None = None  # reason why the current plan no longer fits
     moved: list[Moved] = field(default_factory=list)
 
 
 def not_comparable(old: Plan, new: Plan) -> str | None:
-    """Why two plans do different work, as "another global batch (24, now 48)"; None where they do
-    the same."""
+    """Return why two plans do different work, as "another global batch (24, now 48)"; else None."""
     for what, before, after in (
         ("model", old.fingerprints.model, new.fingerprints.model),
         ("global batch", old.plan.global_batch_size, new.plan.global_batch_size),
@@ -75,11 +76,11 @@ def not_comparable(old: Plan, new: Plan) -> str | None:
 
 
 def changes(old: Plan, new: Plan, run: RunFile, profile: Profile, cluster: Cluster) -> Changes:
-    """What `new` changes against `old`, the plan in place, and the gain.
+    """Compare `new` with `old`, the current plan, including the speed-up.
 
     Args:
         old, new: plans that do the same work (`not_comparable`); `new` was made from `profile`.
-        cluster: what the new plan had to fit into.
+        cluster: constraints of the new plan.
     """
     edited = old.predicted.layout not in (None, fingerprint(old.plan))
     differing, then_s, new_s = (
@@ -108,7 +109,7 @@ def changes(old: Plan, new: Plan, run: RunFile, profile: Profile, cluster: Clust
 
 
 def differences(old: Layout, new: Layout) -> list[Difference]:
-    """Every difference of two layouts, unit by unit, then of the whole layout."""
+    """Return every difference of two layouts, unit by unit, then of the entire layout."""
     differing: list[tuple[str | None, str, Value, Value]] = []
     if [(unit.name, unit.modules) for unit in old.units] != [
         (unit.name, unit.modules) for unit in new.units
@@ -147,7 +148,7 @@ def _trained(layout: Layout) -> str:
 
 
 def _unfit(layout: Layout, now: Prediction, cluster: Cluster) -> str | None:
-    """What of the cluster a layout exceeds."""
+    """Return the limit of the cluster that a layout exceeds, in words; None if it fits."""
     if layout.gpus_used > cluster.gpus:
         return f"It needs {layout.gpus_used:,} devices (there are {cluster.gpus:,})"
     fullest = max(now.memory, key=lambda stage: stage.peak_gib / stage.limit_gib)

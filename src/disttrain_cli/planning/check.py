@@ -1,5 +1,7 @@
-"""Guards a plan before it is run: plans may be edited by hand, artefacts get mixed up, and plans
-may ask for more than the runtime can do yet.
+"""Validation of a plan before it is run.
+
+Plans may be edited by hand, artefacts may be mixed up, and plans may use features that the runtime
+lacks.
 """
 
 from __future__ import annotations
@@ -21,11 +23,11 @@ EDIT = "Correct the plan, or plan again: disttrain plan"
 
 
 def check(plan: Plan, run: RunFile, profile: Profile) -> None:
-    """Refuse a plan that does not belong to the run file and profile, or that cannot be run.
+    """Reject a plan that does not belong to the run file and profile, or that cannot be run.
 
     Raises:
         MismatchError: made for another model, dataset, cluster, device or profile; both are named.
-        SpecError: modules, layers, batch, rank count, what is trained or ZeRO do not fit; both
+        SpecError: modules, layers, batch, rank count, trained modules or ZeRO do not fit; both
             values are named.
     """
     check_device(run, profile)
@@ -55,7 +57,7 @@ def check(plan: Plan, run: RunFile, profile: Profile) -> None:
 
 
 def check_layout(plan: Plan, run: RunFile, profile: Profile) -> None:
-    """Refuse a layout that the model, the global batch or the devices do not allow.
+    """Reject a layout that the model, the global batch or the devices do not allow.
 
     Raises:
         SpecError: modules, layers, batch, rank count or TP do not fit; both values are named.
@@ -66,10 +68,10 @@ def check_layout(plan: Plan, run: RunFile, profile: Profile) -> None:
 
 
 def check_device(run: RunFile, profile: Profile) -> None:
-    """Refuse a profile of another device than the run file has named since.
+    """Reject a profile of another device than the run file now names.
 
     A profile made with `disttrain profile --device` may be of another device than the run file
-    names: plans are of the profile's device as long as the run file's is the same.
+    names: plans are for the profile's device as long as the run file's is unchanged.
 
     Raises:
         MismatchError: both devices are named.
@@ -85,7 +87,7 @@ def check_device(run: RunFile, profile: Profile) -> None:
 
 
 def names_device(device: str, profiled: DeviceProfile) -> bool:
-    """True if `cluster.device` stands for a profiled device."""
+    """Return True if `cluster.device` stands for a profiled device."""
     kind, _, name = device.partition(":")
     return device == "auto" or (
         kind == profiled.kind and name.lower() in ("", profiled.name.lower())
@@ -93,10 +95,10 @@ def names_device(device: str, profiled: DeviceProfile) -> bool:
 
 
 def check_memory(plan: Plan, profile: Profile) -> None:
-    """Refuse a plan, edited by hand, that is predicted to need more memory than a device has.
+    """Reject a plan, edited by hand, whose predicted memory exceeds a device's.
 
     Raises:
-        SpecError: the stages, and both sizes.
+        SpecError: names the stages, and both sizes.
     """
     over = [stage for stage in plan.predicted.memory if stage.peak_gib > stage.limit_gib]
     if over and profile.device.kind != "cpu":
@@ -110,7 +112,7 @@ def check_memory(plan: Plan, profile: Profile) -> None:
 
 
 class NotRun(NamedTuple):
-    """Something that a plan asks for and that training does not do; a rehearsal does."""
+    """Feature of a plan that training does not support; a rehearsal does."""
 
     what: str  # a noun: "sizes without data"
     why: str
@@ -118,7 +120,7 @@ class NotRun(NamedTuple):
 
 
 def not_run(plan: Plan, run: RunFile, profile: Profile) -> list[NotRun]:
-    """What of a plan `disttrain train` does not run yet; nothing where it runs all of it."""
+    """Return the features of a plan that `disttrain train` lacks; empty if it runs all."""
     refused: list[NotRun] = []
     if run.data.distribution is not None:
         refused.append(
@@ -140,10 +142,10 @@ def not_run(plan: Plan, run: RunFile, profile: Profile) -> list[NotRun]:
 
 
 def refuse_not_run(plan: Plan, run: RunFile, profile: Profile) -> None:
-    """Refuse, by name, a plan that training does not run yet (`not_run`).
+    """Reject a plan that training does not support, by name (`not_run`).
 
     Raises:
-        SpecError: every reason and a remedy for each.
+        SpecError: every reason, with a remedy for each.
     """
     refused = not_run(plan, run, profile)
     if refused:
@@ -158,7 +160,7 @@ def refuse_not_run(plan: Plan, run: RunFile, profile: Profile) -> None:
 
 
 def _check_choices(plan: Plan, run: RunFile) -> None:
-    """What the run file leaves to nobody: modules trained, ZeRO stage, activation checkpointing."""
+    """Check settings fixed by the run file: trained modules, ZeRO stage, recomputation."""
     layout, train = plan.plan, run.train
     differing: list[tuple[str, object, object]] = []
     if _as_set(layout.trained) != _as_set(run.model.trained):
@@ -181,7 +183,7 @@ def _check_choices(plan: Plan, run: RunFile) -> None:
 
 
 def _product(unit: UnitPlan) -> str:
-    """The degrees of a unit, whose product is its GPUs."""
+    """Return the degrees of a unit, whose product is its GPUs."""
     cp = f" × CP {unit.cp}" if unit.cp > 1 else ""
     return f"{unit.tp}{cp} × {unit.dp} × {unit.pp}"
 

@@ -1,11 +1,11 @@
-"""Better neighbours of a finalist: a hill climb in the simulator.
+"""Hill climb in the simulator from finalists to better neighbours.
 
-The formula by which the search finds layouts knows neither reductions, nor messages in detail, nor
-skewed data, nor where a stage begins inside a node. So from the best finalists on, one unit at a
-time takes a few devices, a TP or CP size or a stage more or less, another one takes what devices
-are left, one recomputes or not, slots are halved or doubled, and the fastest simulated neighbour is
-the next one to start from, as long as it gains. A layer moves to a neighbouring stage where that
-shortens the estimate: splits of layers are found by passes alone, whatever a stage has to reduce.
+The search's formula ignores gradient reductions, details of messages, skewed data, and the position
+of a stage inside a node. So starting from the best finalists, one unit at a time changes by a few
+devices, a TP or CP size or a stage, another one takes the remaining devices, one changes its
+recomputation, slots are halved or doubled, and the fastest simulated neighbour is the next start,
+as long as it is faster. A layer moves to a neighbouring stage if that shortens the estimate:
+partitions of layers are found by passes alone, whatever a stage has to reduce.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from disttrain_cli.planning.units import Cluster, Unit, holder_of, shape_at
 from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.shape import ParallelShape
 
-LEAST_GAIN = 1e-4  # of a step, for which the climb goes on
+LEAST_GAIN = 1e-4  # of a step, for which the climb continues
 TRIED = 12  # neighbours of a layout that are simulated: the best by `estimate_s`
-BEST = 3  # of them, of which it is found how they are best run
+BEST = 3  # of these, neighbours whose best schedule is searched for (`timed`)
 MOST = 8  # steps of a climb
 
 
-#: The layout of these shapes, in pipeline order, for slots of so many sequences; None where there
-#: is none.
+#: Returns the layout of these shapes, in pipeline order, for slots of that many sequences; None if
+#: there is none.
 Build = Callable[[Sequence[ParallelShape], int], Layout | None]
 
 
@@ -45,14 +45,14 @@ def climb(
     timed: Callable[[Layout], tuple[Layout, float]],
     seen: set[str],
 ) -> list[tuple[Layout, float]]:
-    """The layouts on the way up from `start`, each with its simulated time, the best last.
+    """Return the improving layouts from `start`, each with its simulated time, the best last.
 
     Args:
-        start_s: its simulated time.
-        fits: whether a layout has room in memory.
-        simulated_s: time of a layout as it is.
-        timed: a layout as it is best run, and its simulated time.
-        seen: layouts that were looked at; those that are, are added.
+        start_s: simulated time of `start`.
+        fits: returns True if a layout fits in memory.
+        simulated_s: returns the time of a layout as it is.
+        timed: returns a layout with its best schedule, and its simulated time.
+        seen: names of layouts already considered; extended by new ones.
     """
     way: list[tuple[Layout, float]] = []
     layout, best_s = start, start_s
@@ -78,7 +78,7 @@ def _name(layout: Layout) -> str:
 
 
 def _shifted(units: list[Unit], cluster: Cluster, layout: Layout) -> Iterator[Layout]:
-    """The layout with a layer moved between neighbouring stages, where the estimate gains."""
+    """Yield the layout with a layer moved between neighbouring stages, if the estimate improves."""
     layout = whole(layout)
     limit_s = estimate_s(cluster, units, layout) * (1 - LEAST_GAIN)
     for number, unit in enumerate(layout.units):
@@ -107,9 +107,12 @@ def _built(units: list[Unit], cluster: Cluster, layout: Layout, build: Build) ->
 def neighbours(
     units: list[Unit], cluster: Cluster, shapes: Sequence[ParallelShape], microbatch: int
 ) -> Iterator[tuple[tuple[ParallelShape, ...], int]]:
-    """Layouts, as shapes and microbatch, with one unit changed by a step, and another one without
-    the LLM as wide as the devices that are left allow; or with half or twice the microbatch, where
-    a unit may change whether it recomputes."""
+    """Yield neighbouring layouts as shapes and microbatch.
+
+    Either one unit changes by a step, with or without another unit (not the LLM's) taking the
+    remaining devices, or the microbatch is halved or doubled, where a unit may change its
+    recomputation.
+    """
     llm, chosen = holder_of(units), tuple(shapes)
     flipped = [
         (
@@ -142,8 +145,7 @@ def neighbours(
 def _steps(
     unit: Unit, cluster: Cluster, shape: ParallelShape, microbatch: int
 ) -> Iterator[ParallelShape]:
-    """The unit a little narrower or wider, shorter or longer, with smaller or larger TP or CP
-    groups."""
+    """Yield the unit's shape with slightly changed DP or PP, or with other TP or CP groups."""
     if unit.holds_llm:
         widths = [dp for dp in divisors(cluster.batch) if cluster.batch % (dp * microbatch) == 0]
         place = widths.index(shape.dp)
@@ -180,15 +182,17 @@ def _steps(
 
 
 def _groups(unit: Unit) -> list[ParallelShape]:
-    """TP and CP degrees, and ways in which CP groups attend, that may be best."""
+    """Return TP and CP degrees, with the CP groups' `cp_comm_type`, that may be best."""
     kinds = unit.kinds
     shapes = [shape_at(kinds, variant) for variant in range(len(kinds.tp))]
     return list(dict.fromkeys(replace(shape, recompute=False) for shape in shapes))
 
 
 def estimate_s(cluster: Cluster, units: list[Unit], layout: Layout) -> float:
-    """The formula with the longest reduction and optimizer step, or what is left of them
-    behind passes: whom to simulate first."""
+    """Return the formula's time plus the longest reduction and optimizer step.
+
+    If they overlap with passes, only their exposed part is added. Orders layouts for simulation.
+    """
     profile, gpus_per_node = units[0].profile, cluster.gpus_per_node
     stages = stages_of(profile, layout)
     computed_s = layout_time(units, layout).total_ms / 1e3

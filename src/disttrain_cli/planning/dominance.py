@@ -1,9 +1,8 @@
-"""Rows that cannot be part of any of the best layouts, because enough other rows are better in
-everything.
+"""Pruning of rows that cannot be part of any of the best layouts, by dominance.
 
-A layout with such a row has as many layouts before it as the row has dominators: put each of them
-in its place. So the best `top` layouts, ties and all, stay whole when every row with `top`
-dominators goes.
+A row is dominated by rows that are better in everything. A layout with such a row is preceded by as
+many layouts as the row has dominators: substitute each of them. So the best `top` layouts,
+including ties, are preserved when every row with `top` dominators is removed.
 """
 
 from __future__ import annotations
@@ -15,16 +14,18 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-#: Columns of equal length. A row dominates another where none of the first is higher and, by the
-#: second, it comes first: it is lower in the first of these columns in which the two differ.
+#: Columns of equal length. A row dominates another if none of its first columns is higher and it
+#: precedes it by the second: it is lower in the first of these columns in which the two differ.
 Dearness = tuple[Sequence[NDArray[np.float64] | Ints], Sequence[Ints]]
 BLOCK = 512  # rows compared with those before them at once
 MOST = 256  # rows that others are compared with; of more, every second one
 
 
 def undominated(worse: Sequence[Floats | Ints], simplicity: Sequence[Ints], top: int) -> Ints:
-    """Numbers of the rows that fewer than `top` others dominate, as far as comparing with `MOST` of
-    them tells."""
+    """Return the indices of rows with fewer than `top` dominators.
+
+    At most `MOST` rows are compared with, so that some dominated rows may remain.
+    """
     order = np.lexsort(simplicity[::-1])
     rows, better = _rows(worse, simplicity)[:, order], np.zeros((len(worse) + len(simplicity), 0))
     kept = [order[:0]]
@@ -41,8 +42,10 @@ def undominated(worse: Sequence[Floats | Ints], simplicity: Sequence[Ints], top:
 
 
 def not_behind(rows: Dearness, others: Dearness, top: int) -> NDArray[np.bool_]:
-    """Which rows fewer than `top` of the others dominate, as far as comparing with `MOST` of them
-    tells."""
+    """Return a mask of rows with fewer than `top` dominators in `others`.
+
+    At most `MOST` of those are compared with, so that some dominated rows may remain.
+    """
     mine, better = _rows(*rows), _rows(*others)
     better = better[:, :: -(-better.shape[1] // MOST) or 1]
     blocks = range(0, mine.shape[1], BLOCK)
@@ -59,8 +62,10 @@ def _rows(worse: Sequence[Floats | Ints], simplicity: Sequence[Ints]) -> Floats:
 
 
 def _dominators(better: Floats, rows: Floats, worse: int) -> Ints:
-    """[B] how many columns of `better` [C, A] dominate each of `rows` [C, B], whose first `worse`
-    are no simplicity."""
+    """Return [B] how many columns of `better` [C, A] dominate each of `rows` [C, B].
+
+    The first `worse` columns must not be higher; the rest rank simplicity.
+    """
     before = np.zeros((better.shape[1], rows.shape[1]), dtype=bool)
     for low, high in zip(better[: worse - 1 : -1], rows[: worse - 1 : -1], strict=True):
         before = (low[:, None] < high) | ((low[:, None] == high) & before)

@@ -1,10 +1,10 @@
-"""The global batches that layouts are tried on, and the work that they bring.
+"""Sampled global batches on which layouts are simulated, and the work that they bring.
 
-All layouts of a plan are tried on the same batches, and many of them differ in one unit only. So
-batches are drawn once, and what an ordering makes of them is remembered by what it depends on: of
-the policy `paper` the sequences of every slot, before slots are ordered, by the LLM's replicas and
-microbatch, and a module's work by these and its unit's replicas. The last few of each stay; of
-other policies, which take longer, every layout's work.
+All layouts of a plan are simulated on the same batches, and many of them differ in one unit only.
+So batches are drawn once, and results of an ordering are cached by their dependencies: for the
+policy `paper` the sequences of every slot, before slots are ordered, by the LLM's replicas and
+microbatch, and a module's work by these and its unit's replicas. The last few of each are cached;
+for other policies, which take longer, every layout's work.
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ KEPT = 64
 
 
 class Draws:
-    """Global batches of a profile's data, and the work that they bring to the replicas of a
-    layout."""
+    """Global batches of a profile's data, and the work that they bring to a layout's replicas."""
 
     def __init__(self, profile: Profile, cluster: Cluster) -> None:
         self._profile, self._cluster = profile, cluster
@@ -50,8 +49,10 @@ class Draws:
     def loads(
         self, layout: Layout, number: int, ordering: Ordering | None = None
     ) -> dict[str, Floats]:
-        """By module [n slots, DP, 3]: the work of every replica in the `number`-th global batch, as
-        training would order it by a policy; None = the cluster's."""
+        """Return by module [n slots, DP, 3] the work of every replica in global batch `number`.
+
+        Ordered as training would by `ordering`; None = the cluster's policy.
+        """
         profile, ordering = self._profile, ordering or self._cluster.ordering
         inputs, (sizes, costs) = profile.inputs, self._batch(number)
         if ordering != "paper":

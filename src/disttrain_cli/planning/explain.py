@@ -1,4 +1,4 @@
-"""Why this plan: what its time and memory are made of, what its bottleneck is, and why others lose.
+"""Explanation of a plan: parts of its time and memory, its bottleneck, and why others are slower.
 
 Everything comes from the plan's own numbers, the formula (`objective`) and the simulator; the
 sentences are for rendering.
@@ -26,26 +26,26 @@ from disttrain_cli.spec.plan import Alternative, Baseline, Layout, Plan, Predict
 from disttrain_cli.spec.profile import Profile
 
 Floats = NDArray[np.float64]
-SMALL = 5e-4  # a share of the step that is not worth a word
-#: Share of a device's memory, below which what is left is reported: on an H100 peaks came out 2.6 %
-#: below the planned ones.
+SMALL = 5e-4  # share of the step below which a part is not mentioned
+#: Share of a device's memory below which the headroom is reported: on an H100 measured peaks were
+#: 2.6 % below the planned ones.
 TIGHT = 0.03
 
 
 def two_digits(value: float) -> str:
-    """A number for a sentence, to two significant digits: 0.042, 4.2, 42, 420."""
+    """Format a number to two significant digits: 0.042, 4.2, 42, 420."""
     return f"{float(f'{value:.2g}'):,g}"
 
 
 @dataclass(frozen=True)
 class UnitShare:
-    """One unit beside the slowest one."""
+    """Time and memory of one unit compared with the slowest one."""
 
     unit: str
     gpus: int
     slowest_stage: int
     stage_ms: float  # its slowest stage for one slot, by the formula
-    of_slowest_fraction: float  # that over the pipeline's slowest stage
+    of_slowest_fraction: float  # ratio to the pipeline's slowest stage
     fullest_stage: int
     peak_gib: float
     limit_gib: float
@@ -57,29 +57,29 @@ class UnitShare:
 
 @dataclass(frozen=True)
 class TimePart:
-    """A part of the step's time; parts add up to the whole."""
+    """Part of the step's time; the parts sum to the step."""
 
     what: str
     seconds: float
-    fraction: float  # of the step
+    fraction: float  # share of the step
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Another layout beside the plan."""
+    """Another layout compared with the plan."""
 
     name: str
-    differs: str  # in what, as "llm DP 5 → 6"
+    differs: str  # differences, as "llm DP 5 → 6"
     slower_pct: float  # as simulated; on a CPU with its shared cores
-    more_s: dict[str, float]  # what each part of its time takes more than the plan's
-    gpus: int  # more than the plan's
-    binding_unit: str  # whose stage is its slowest
+    more_s: dict[str, float]  # additional time by part, compared with the plan
+    gpus: int  # difference to the plan's
+    binding_unit: str  # unit of its slowest stage
     why: str
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """The plan's throughput over a baseline's; None where no such layout fits."""
+    """The plan's throughput over a baseline's; None if no such layout fits."""
 
     name: str
     per_gpu_given: float | None
@@ -88,7 +88,7 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What a plan's time is made of, what its bottleneck is, and why others lose."""
+    """Explanation of a plan: its time, its bottleneck, and the other layouts."""
 
     units: list[UnitShare]
     binding_unit: str
@@ -96,7 +96,7 @@ class Explanation:
     time: list[TimePart]
     runners_up: list[Comparison]
     baselines: list[Ratio]
-    grounds: str  # costs that the prediction is made from, measured or not
+    grounds: str  # origin of the costs that the prediction uses, measured or not
     sentences: list[str]
 
 
@@ -106,7 +106,7 @@ def explain(plan: Plan, units: list[Unit], step: Step, more: Sequence[str] = ())
     Args:
         units: the layout's units, for the formula's times of its stages.
         step: a simulated step of it.
-        more: sentences of others (`sharing`, `ranges`).
+        more: sentences of other modules (`sharing`, `ranges`).
     """
     profile, cluster, predicted = units[0].profile, units[0].cluster, plan.predicted
     work = {module: loads.sum(axis=(0, 1)) for module, loads in step.loads.items()}
@@ -156,16 +156,15 @@ def explain(plan: Plan, units: list[Unit], step: Step, more: Sequence[str] = ())
 def time_parts(
     profile: Profile, layout: Layout, cluster: Cluster, work: dict[str, Floats], iteration_s: float
 ) -> list[TimePart]:
-    """The step taken apart by simulating it with even data, and with even data and no transfers;
-    sums to the whole.
+    """Decompose the step by simulating it with even data, and without transfers; parts sum to it.
 
     Steady is the slowest stage of the even step times all slots but one; warm-up and cool-down are
-    what the schedule takes beyond that; uneven data is what the sampled batches take beyond an even
-    one.
+    the schedule's time beyond that; uneven data is the additional time of the sampled batches
+    compared with an even one.
 
     Args:
-        work: by module [3], of a whole global batch.
-        iteration_s: as predicted.
+        work: by module [3], of an entire global batch.
+        iteration_s: predicted time of the step.
     """
     dps = {
         module: unit.dp * unit.dealt_over(module)
@@ -210,7 +209,7 @@ def time_parts(
 
 
 def _stages_ms(units: list[Unit], layout: Layout) -> list[list[float]]:
-    """Time of every stage of every unit for one slot, by the formula."""
+    """Return the time of every stage of every unit for one slot, by the formula."""
     size = layout.global_batch_size // layout.microbatches
     return [
         planned_stages_ms(unit, plan, size) for unit, plan in zip(units, layout.units, strict=True)
@@ -300,8 +299,10 @@ def _waiting_sentence(predicted: Prediction) -> str:
 
 
 def idle_sentence(layout: Layout, llm: str, gpus: int) -> str | None:
-    """Devices that a plan leaves idle and, where they are too few for it, what more replicas of the
-    LLM's unit take; None where it uses all `gpus`."""
+    """Return a sentence about idle devices of a plan; None if it uses all `gpus`.
+
+    If they are too few for it, the sentence names the devices of more replicas of the LLM's unit.
+    """
     left, unit, batch = gpus - layout.gpus_used, layout.unit_of(llm), layout.global_batch_size
     if not left:
         return None
@@ -350,7 +351,7 @@ def _compare(
 
 
 def _why(plan: Plan, other: Layout, more_s: dict[str, float], binding: str, slot_ms: float) -> str:
-    """The parts of the time that differ most, the largest first."""
+    """Return the parts of the time that differ most, the largest first, in words."""
     layout, whole_s = plan.plan, plan.predicted.iteration_s
     said = []
     for what, seconds in sorted(more_s.items(), key=lambda item: -abs(item[1])):
@@ -366,7 +367,7 @@ def _why(plan: Plan, other: Layout, more_s: dict[str, float], binding: str, slot
 
 
 def differences(layout: Layout, other: Layout) -> str:
-    """What another layout does differently, in words."""
+    """Return the differences of another layout, in words."""
     if [unit.modules for unit in layout.units] != [unit.modules for unit in other.units]:
         return other.describe()
     words = []
@@ -401,17 +402,17 @@ def differences(layout: Layout, other: Layout) -> str:
 
 
 def layers(unit: UnitPlan) -> str:
-    """Layers of a unit's stages with runs together: [8, 8, 8, 6] as "8×3, 6"."""
+    """Format the layers of a unit's stages with runs together: [8, 8, 8, 6] as "8×3, 6"."""
     return runs(unit.layers_per_stage)
 
 
 def delays(unit: UnitPlan) -> str:
-    """Slots that gradients of weights of a unit's stages wait, runs together; "-": none do."""
+    """Format the slots by which a unit's stages defer weight gradients; "-": none are deferred."""
     return runs(unit.weight_delay or [None])
 
 
 def runs(counts: Sequence[int | None]) -> str:
-    """Numbers with equal neighbours together: [8, 8, 8, 6] as "8×3, 6"."""
+    """Format numbers with equal neighbours together: [8, 8, 8, 6] as "8×3, 6"."""
     lengths = [(count, len(list(same))) for count, same in itertools.groupby(counts)]
     words = [("-" if count is None else str(count), times) for count, times in lengths]
     return ", ".join(f"{word}×{times}" if times > 1 else word for word, times in words)

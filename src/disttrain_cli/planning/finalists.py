@@ -1,20 +1,20 @@
-"""The best layouts by the formula, ranked by simulated steps over sampled orderings.
+"""Finalists: the best layouts by the formula, ranked by simulated steps over sampled batches.
 
-The formula takes all sequences to be alike and a step to end with its last backward; the simulator
-sees skewed data, every transfer, the reduction of gradients and the optimizer. Finalists come in
+The formula assumes equal sequences and a step that ends with its last backward; the simulator
+covers skewed data, every transfer, the reduction of gradients and the optimizer. Finalists come in
 rounds: the formula's best, then its best with at most half as many ranks with the same weights of
 the LLM as the last round's best has, and so on, because many replicas of few stages have the most
-to reduce. Of each list the fastest are taken by the formula with what reductions and optimizer add
-(`climb.estimate_s`), as a unit without the LLM may have much to reduce, too. No more rounds once
-the formula alone takes longer than the best simulated time, or than it says of the layout that was
-fastest. Every grouping of modules into units has its own rounds, the fastest by the formula first,
-after the layouts of other strategies. Then come, of the best one's grouping, the formula's best on
-a few devices less, as the best for fewer is a layout for more, and last other shapes of the LLM
-near the best one's.
+to reduce. From each list those are selected that are fastest by the formula plus reductions and
+optimizer (`climb.estimate_s`), as a unit without the LLM may have much to reduce, too. Rounds end
+once the formula alone takes longer than the best simulated time, and longer than it predicts for
+the layout that was fastest. Every grouping of modules into units has its own rounds, the fastest by
+the formula first, after the layouts of other strategies. Then come, for the best one's grouping,
+the formula's best on slightly fewer devices, as the best for fewer is a layout for more, and last
+other shapes of the LLM near the best one's.
 
 All finalists run the same global batches: one each first, and the best few of them all
-`predict.batches`. Every rank has a device of its own, also where a CPU stands in for a cluster:
-shared cores would make all layouts alike.
+`predict.batches`. Every rank has a device of its own, even if a CPU stands in for a cluster: shared
+cores would level all layouts.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ from disttrain_cli.spec.profile import Profile
 
 ROUNDS = 6
 EACH = 3  # finalists of a round
-# of the devices, that some finalists do without: a plan for more devices is no slower then
+# share of the devices that some finalists leave unused: a plan for more devices is then no slower
 FEWER = (1 / 48, 1 / 16)
-AHEAD = 1.03  # of the best finalist's time by the formula, that others may take
-SURE = 4  # finalists simulated with all batches, at least
-CLOSE = 1.02  # times as long as the best one over one batch, that may turn out to be the best
-CP_GAIN = 5e-3  # of a step, for which tokens are shared: exchanges are not priced to less
+AHEAD = 1.03  # highest accepted ratio to the best finalist's time by the formula
+SURE = 4  # fewest finalists simulated with all batches
+CLOSE = 1.02  # ratio to the best time over one batch up to which a finalist may turn out best
+CP_GAIN = 5e-3  # of a step, that CP must gain: exchanges are not priced more precisely
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Ranked:
-    """A finalist and its simulated time, every rank on a device of its own."""
+    """Finalist with its simulated time, every rank on a device of its own."""
 
     layout: Layout
     iteration_s: float
@@ -59,17 +59,17 @@ class Ranked:
 
 @dataclass(frozen=True)
 class Limits:
-    """Which layouts a round wants."""
+    """Restrictions of a round's layouts."""
 
     within_ms: float  # by the formula
-    most: int | None = None  # ranks with the same weights in the LLM's unit: CP · DP
+    most: int | None = None  # largest dp_cp_size of the LLM's unit (ranks with the same weights)
     least: int = 1
     without: frozenset[tuple[int, int, int]] = frozenset()  # (TP, CP, DP) of the LLM's unit
-    fewer: int = 0  # devices than there are
+    fewer: int = 0  # devices to leave unused
 
     @property
     def any_llm(self) -> bool:
-        """Whether the LLM's unit may have any shape."""
+        """True if the LLM's unit may have any shape."""
         return self.most is None and self.least == 1 and not self.without
 
 
@@ -85,16 +85,16 @@ def rounds(
     near: int,
     others: Sequence[Layout] = (),
 ) -> list[Ranked]:
-    """Finalists with their times over one global batch.
+    """Return finalists with their times over one global batch.
 
     Args:
         groups: units that layouts may have (`units.groupings`).
-        find: so many of the formula's best layouts of some units within limits.
+        find: returns that many of the formula's best layouts of some units within limits.
         wanted: finalists of the first round, `EACH` at least.
-        pool: of the formula's best, from which the different ones of a round are taken.
+        pool: number of the formula's best from which a round's different ones are selected.
         near: finalists after the last round with another TP or CP or other replicas, up to twice or
             half as many ranks with the same weights, than those before.
-        others: finalists whatever the formula says, with whole backwards.
+        others: finalists whatever their time by the formula, with unsplit backwards.
     """
     finalists: list[Ranked] = []
     formula_ms: list[float] = []
@@ -103,9 +103,9 @@ def rounds(
         return min(finalists, key=lambda one: one.iteration_s)
 
     def within_ms() -> float:
-        """Time by the formula beyond which no finalist is wanted.
+        """Return the time by the formula beyond which a finalist is not considered.
 
-        The formula takes longer than the simulator where backwards are split and messages hidden.
+        The formula takes longer than the simulator if backwards are split and messages overlapped.
         """
         if not finalists:
             return math.inf
@@ -118,8 +118,10 @@ def rounds(
         return best[0].total_ms if best else math.inf
 
     def add(units: list[Unit], limits: Limits, count: int, pool: int) -> int:
-        """Ranks with the same weights in the LLM's unit of the formula's best layout within the
-        limits; 0 where it is too slow."""
+        """Add finalists within limits; return the LLM's dp_cp_size in the formula's best.
+
+        Returns 0 if that layout is too slow.
+        """
         result = find(units, limits, pool)
         if not result.best or result.best[0].total_ms >= limits.within_ms:
             return 0
@@ -181,20 +183,19 @@ def rounds(
 
 
 def grouping(units: Iterable[Unit | UnitPlan]) -> tuple[tuple[tuple[str, ...], ...], ...]:
-    """The modules of every unit, and those of them that its TP does not divide."""
+    """Return the modules of every unit, and those of them replicated over its TP group."""
     return tuple((tuple(unit.modules), unit.replicated) for unit in units)
 
 
 def one_batch_s(
     profile: Profile, layout: Layout, cluster: Cluster, draws: Draws | None = None
 ) -> float:
-    """Time of the step over the first global batch."""
+    """Return the time of the step over the first global batch."""
     return simulated_s(profile, layout, cluster, range(1), shared=False, draws=draws)
 
 
 def diverse(items: Sequence[T], kind: Callable[[T], Hashable], count: int) -> list[T]:
-    """At most `count` items, best first as they are given; one of another kind before another one
-    of the same."""
+    """Return at most `count` items, best first, preferring kinds that occur less often so far."""
     seen: Counter[Hashable] = Counter()
     order: list[tuple[int, int]] = []
     for index, item in enumerate(items):
@@ -210,13 +211,12 @@ def rank(
     finalists: list[Ranked],
     wanted: int = SURE,
 ) -> list[Ranked]:
-    """The best `wanted` finalists (`SURE` at least) by their times over all batches, the chosen one
-    first (`chosen_first`), then the fastest.
+    """Return the best `wanted` finalists by their times over all batches (`SURE` at least).
 
-    Where backwards may have two parts, the delays of those that may be the best are searched for
-    thoroughly first.
-    Those with other slots or another shape of the LLM's unit come before more of the same; equal
-    times go to the simpler layout.
+    The chosen one comes first (`chosen_first`), then the fastest. If backwards may be split, the
+    delays of potential winners are first searched for thoroughly. Finalists with other slots or
+    another shape of the LLM's unit come before more of the same; equal times are decided by the
+    simpler layout.
 
     Args:
         finalists: with their times over one global batch.
@@ -241,8 +241,11 @@ def rank(
 
 
 def chosen_first(ranked: Sequence[Ranked], gpus_per_node: int) -> list[Ranked]:
-    """Layouts, given best first, with the chosen one before the others: the best, or the best
-    without CP, or with CP groups inside nodes only, where that takes hardly longer (`CP_GAIN`)."""
+    """Return layouts, given best first, with the chosen one moved to the front.
+
+    The choice is the best, or the best without CP or with CP groups inside nodes only if that is
+    hardly slower (`CP_GAIN`).
+    """
     for width in (1, gpus_per_node):
         for one in ranked:
             simple = all(unit.cp == 1 or unit.tp_cp_size <= width for unit in one.layout.units)
@@ -252,13 +255,15 @@ def chosen_first(ranked: Sequence[Ranked], gpus_per_node: int) -> list[Ranked]:
 
 
 def shares(layout: Layout) -> bool:
-    """Whether ranks share tokens (CP) in any unit."""
+    """Return True if ranks share tokens (CP) in any unit."""
     return any(unit.cp > 1 for unit in layout.units)
 
 
 def _order(one: Ranked) -> tuple[object, ...]:
-    """Time to nine digits, then fewer GPUs, fewer stages, less TP, less CP, smaller
-    microbatches."""
+    """Return the sort key: time to nine digits, then simplicity.
+
+    Simpler means fewer GPUs, fewer stages, less TP, less CP, smaller microbatches.
+    """
     units = one.layout.units
     return (
         float(f"{one.iteration_s:.9g}"),
@@ -272,8 +277,7 @@ def _order(one: Ranked) -> tuple[object, ...]:
 
 
 def faster_zero(profile: Profile, cluster: Cluster, layout: Layout) -> Layout:
-    """The layout with the ZeRO stage whose step ends sooner, of those that fit; ties keep the
-    layout's own.
+    """Return the layout with the faster of the ZeRO stages that fit; ties keep its own stage.
 
     Only the optimizer's part of a step depends on it. Training in bf16 needs ZeRO-1.
     """

@@ -1,9 +1,9 @@
-"""Why no layout fits, and the smallest change that would make one fit.
+"""Explanation of infeasibility: the binding limit, and the smallest change that makes a layout fit.
 
-Whether *something* fits needs no times: of every unit, from the last, only the fewest stages of its
-shapes count (`partition.fewest_stages`), and what matters to the units before is the GPUs and
-stages used so far. Large DP degrees are tried in steps of about a tenth, so what is said to help
-does help, and is the least to within that.
+Feasibility needs no times: for every unit, from the last, only the fewest stages of its shapes
+count (`partition.fewest_stages`), and the units before depend only on the GPUs and stages used so
+far. Large DP degrees are tried in steps of about a tenth, so a proposed change does help, and is
+minimal to within that.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.shape import ParallelShape
 
 Ints = NDArray[np.int64]
-LONG = 16_384  # tokens of a sequence, from which on it is said why it is not shared
-EXACT_TO = 1.01  # memory that is enough, over memory that is not
-FACTOR, MOST_GIB, MOST_GPUS = 4.0, 4.0**12, 64  # steps of memory; how much more of both is tried
+LONG = 16_384  # tokens of a sequence from which an unavailable CP is explained
+EXACT_TO = 1.01  # ratio of sufficient to insufficient memory at which the bisection ends
+FACTOR, MOST_GIB, MOST_GPUS = 4.0, 4.0**12, 64  # steps of memory; limits of both searches
 
 
 class Fit(NamedTuple):
     """Shapes of the last units of a pipeline that fit, first unit first."""
 
     gpus: int
-    stages: int  # after the unit before them
+    stages: int  # stages after the preceding unit
     shapes: tuple[ParallelShape, ...]
 
 
 def infeasible(profile: Profile, cluster: Cluster, strategy: Strategy) -> InfeasibleError:
-    """The stage that needs most in the least demanding layout, and what would help."""
+    """Return the error that names the largest need in the least demanding layout, and remedies."""
     limit = _least_memory(profile, cluster, strategy)
     named = "" if strategy == "auto" else f" {strategy}"
     if limit is None:
@@ -76,7 +76,7 @@ def infeasible(profile: Profile, cluster: Cluster, strategy: Strategy) -> Infeas
 
 
 def _cannot_share(profile: Profile, cluster: Cluster) -> str:
-    """Why long sequences are not shared by a CP group, where they are not."""
+    """Return why long sequences are not shared by a CP group; empty if not applicable."""
     llm, node = [profile.inputs.llm], cluster.gpus_per_node
     if profile.inputs.sequence_length < LONG or cluster.most_cp == 1 or node == 1:
         return ""
@@ -87,8 +87,7 @@ def _cannot_share(profile: Profile, cluster: Cluster) -> str:
 def _least_memory(
     profile: Profile, cluster: Cluster, strategy: Strategy
 ) -> tuple[float, StageMemory] | None:
-    """The smallest memory in GiB with which something fits, and the fullest stage then; None where
-    nothing does."""
+    """Return the smallest sufficient memory in GiB, and the fullest stage then; None if none is."""
     low = high = cluster.memory_gib
     best = None
     while best is None:
@@ -104,7 +103,7 @@ def _least_memory(
 
 
 def _fewest_gpus(profile: Profile, cluster: Cluster, strategy: Strategy) -> int | None:
-    """The smallest number of GPUs found to be enough; None where no number that was tried is."""
+    """Return the smallest number of GPUs found sufficient; None if no tried number is."""
     few, many = cluster.gpus, cluster.gpus
     result = None
     while result is None and many < cluster.gpus * MOST_GPUS:
@@ -121,7 +120,7 @@ def _fewest_gpus(profile: Profile, cluster: Cluster, strategy: Strategy) -> int 
 
 
 def layout_that_fits(profile: Profile, cluster: Cluster, strategy: Strategy) -> Layout | None:
-    """Some layout of a strategy, of few GPUs; None where nothing fits."""
+    """Return some layout of a strategy, with few GPUs; None if nothing fits."""
     fits: list[tuple[int, int, int, Fit]] = []
     groups = groupings(profile, cluster, strategy)
     for place, units in enumerate(groups):
@@ -139,10 +138,10 @@ def layout_that_fits(profile: Profile, cluster: Cluster, strategy: Strategy) -> 
 
 
 def _before(unit: Unit, partial: list[Fit], size: int, gpus: int, beside: bool) -> list[Fit]:
-    """The partial layouts with a shape of the unit before them, on at most so many GPUs.
+    """Extend partial layouts by a shape of the preceding unit, within `gpus` GPUs.
 
-    Of two, the one with fewer GPUs and no more stages is enough. The stages of encoders, which
-    stand side by side, are behind no other unit's.
+    Of two partial layouts, one with fewer GPUs and no more stages suffices. Encoders are parallel
+    (`beside`): their stages do not precede another unit's.
     """
     kinds, slots = unit.kinds, unit.cluster.batch // size
     dps = np.array(divisors(size)) if unit.holds_llm else _spaced(gpus)
@@ -168,7 +167,7 @@ def _before(unit: Unit, partial: list[Fit], size: int, gpus: int, beside: bool) 
 
 
 def _spaced(most: int) -> Ints:
-    """DP degrees: every small one, larger ones in steps of about a tenth."""
+    """Return DP degrees: every small one, larger ones in steps of about a tenth."""
     return np.unique(
         np.concatenate(
             [

@@ -1,13 +1,13 @@
-"""Megatron's virtual pipeline stages: a device holds several chunks of layers instead of one stage
-(interleaved 1F1B, Narayanan et al. 2021, arXiv 2104.04473), for layouts of one unit.
+"""Megatron's virtual pipeline stages (interleaved 1F1B), for layouts of one unit.
 
-The layers are cut into PP · v chunks, chunk c on device c mod PP, so that a slot passes every
-device v times and the pipeline fills and drains in v times smaller steps: for equal chunks the
-bubble is (PP - 1) / (v · n) of the ideal time, for v times as many messages. Slots come in groups
-of PP: a device runs its first chunk for all of a group, then its second, and backwards in the
-reverse order of chunks. Costs are those of chunks as stages (`costs.layout`), between the devices
-that they really lie on; reductions and gathers run behind the passes of their chunk, one chunk's
-after the other's.
+A device holds several chunks of layers instead of one stage (Narayanan et al. 2021, arXiv
+2104.04473). The layers are cut into PP · v chunks, chunk c on device c mod PP, so that a slot
+passes every device v times and the pipeline fills and drains in v times smaller steps: for equal
+chunks the bubble is (PP - 1) / (v · n) of the ideal time, for v times as many messages. Slots come
+in groups of PP: a device runs its first chunk for all slots of a group, then its second, and
+backwards in the reverse order of chunks. Costs are those of chunks as stages (`costs.layout`),
+between their actual devices; reductions and gathers overlap with the passes of their chunk, one
+chunk's after the other's.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from disttrain_cli.spec.trace import BACKWARD, FORWARD
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-CHUNKS = (2, 4, 8)  # of a device, that are tried
-Operation = tuple[int, int, int]  # its place in `COMPUTE`, chunk of the whole model, slot
+CHUNKS = (2, 4, 8)  # chunks per device that are tried
+Operation = tuple[int, int, int]  # its index in `COMPUTE`, chunk of the model, slot
 
 
 def interleaved_s(
@@ -49,11 +49,11 @@ def interleaved_s(
     chunks: int,
     numbers: Iterable[int] | None = None,
 ) -> float:
-    """Mean time of steps of a layout of one unit with `chunks` chunks on every device, over these
-    of the global batches drawn from the data, or over all; with one as `predict.simulated_s`.
+    """Return the mean step time of a layout of one unit with `chunks` chunks per device.
 
-    Inf where there is no such schedule or it does not fit: PP is 1, slots are no multiple of it,
-    chunks more than layers, or slots in flight need more than a device's memory.
+    Over these global batches drawn from the data, or over all; with one chunk as
+    `predict.simulated_s`. Inf if there is no such schedule or it does not fit: PP is 1, slots are
+    not a multiple of it, chunks exceed layers, or slots in flight need more than a device's memory.
     """
     (unit,) = layout.units
     cut = layout if chunks == 1 else cut_into(profile, layout, chunks)
@@ -82,8 +82,10 @@ def with_chunks(
     layouts: Sequence[Layout],
     found: Baseline,
 ) -> Baseline:
-    """A baseline, or one of these layouts of one unit with chunks, whichever is faster; training
-    does not run it."""
+    """Return a baseline, or one of these layouts with virtual stages, whichever is faster.
+
+    Training does not run virtual stages.
+    """
     times_s = {
         (interleaved_s(profile, layout, cluster, draws, chunks), number, chunks)
         for number, layout in enumerate(layouts)
@@ -103,8 +105,10 @@ def with_chunks(
 
 
 def cut_into(profile: Profile, layout: Layout, chunks: int) -> Layout | None:
-    """The layout with PP · chunks stages, the slowest of them as fast as possible; None where there
-    is no such schedule."""
+    """Return the layout with PP · chunks stages, the slowest of them minimised.
+
+    None if there is no such schedule.
+    """
     (unit,) = layout.units
     count = unit.pp * chunks
     if unit.pp == 1 or layout.microbatches % unit.pp or count > sum(unit.layers_per_stage):
@@ -123,7 +127,7 @@ def cut_into(profile: Profile, layout: Layout, chunks: int) -> Layout | None:
 
 
 def _staged(layout: Layout, unit: UnitPlan, layers: list[int]) -> Layout:
-    """The layout whose only unit has stages of so many layers."""
+    """Return the layout with these layer counts as the stages of its only unit."""
     gpus = unit.tp_cp_size * unit.dp * len(layers)
     update = {"pp": len(layers), "gpus": gpus, "layers_per_stage": layers}
     staged = {"units": [unit.model_copy(update=update)], "gpus_used": gpus}
@@ -131,8 +135,7 @@ def _staged(layout: Layout, unit: UnitPlan, layers: list[int]) -> Layout:
 
 
 def order(devices: int, chunks: int, slots: int, device: int) -> list[Operation]:
-    """A device's operations: forwards that fill the pipeline, then a forward and a backward in
-    turns, then the backwards that are left."""
+    """Return a device's operations: warm-up forwards, alternating passes, remaining backwards."""
     total = chunks * slots
 
     def operation(what: int, number: int) -> Operation:
@@ -156,16 +159,16 @@ def order(devices: int, chunks: int, slots: int, device: int) -> list[Operation]
 
 
 def step_s(pipeline: Pipeline, reduced_s: Floats) -> float:
-    """Time of a step whose stages are chunks, the c-th on device c mod PP.
+    """Return the time of a step whose stages are chunks, the c-th on device c mod PP.
 
     Args:
-        reduced_s: [PP] reduction of all chunks of each device, where no pass hides it.
+        reduced_s: [PP] reduction of all chunks of each device, if not overlapped with passes.
     """
     slots, count, replicas = pipeline.forward_s.shape
     devices = len(reduced_s)
     program = _program(devices, count, slots)
     leads = _leads_s(pipeline, devices)
-    # by place in the program; none waits for the last row
+    # by index in the program; nothing waits for the last row
     times_s = np.stack([pipeline.forward_s, pipeline.backward_s]).transpose(0, 2, 1, 3)
     times_s = times_s.reshape(-1, replicas)[program.numbers]
     least_s = np.zeros_like(times_s)
@@ -184,7 +187,7 @@ def step_s(pipeline: Pipeline, reduced_s: Floats) -> float:
         return float((free + reduced_s[:, None]).max()) + pipeline.closing_s
     left_s = pipeline.reducing.left_s(pipeline.backward_s[-1])
     sent_s = pipeline.reducing.until_s.max(axis=0)
-    sent = np.zeros_like(free)  # until a chunk's messages are, behind those of later chunks
+    sent = np.zeros_like(free)  # end of each chunk's messages, queued after those of later chunks
     for chunk in reversed(range(count)):
         device, end_s = chunk % devices, ends_s[program.places[BACKWARD, chunk, -1]]
         sent[device] = np.maximum(sent[device] + sent_s[chunk], end_s + left_s[chunk])
@@ -192,14 +195,16 @@ def step_s(pipeline: Pipeline, reduced_s: Floats) -> float:
 
 
 class _Program(NamedTuple):
-    """All operations of a step in turns, in each of which none waits for another one; numbers are
-    places in a table [2, chunks of the model, slots]."""
+    """All operations of a step in turns without dependencies inside a turn.
+
+    Numbers are indices in a table [2, chunks of the model, slots].
+    """
 
     numbers: Ints
     devices: Ints
-    sources: Ints  # place in the program of what each waits for, the number of all if for nothing
-    cuts: Ints  # over which; -1: none
-    turns: list[int]  # first place of each, and the number of all
+    sources: Ints  # program index of each dependency; the number of all if there is none
+    cuts: Ints  # cut crossed by the dependency; -1: none
+    turns: list[int]  # first index of each turn, and the number of all
     places: Ints  # [2, chunks of the model, slots]
 
 
@@ -235,7 +240,7 @@ def _program(devices: int, count: int, slots: int) -> _Program:
 
 
 def _source(what: int, chunk: int, slot: int, count: int) -> tuple[Operation | None, int | None]:
-    """The operation that another waits for, and the cut between them."""
+    """Return the operation that another depends on, and the cut between them."""
     if what == FORWARD:
         return (None, None) if chunk == 0 else ((FORWARD, chunk - 1, slot), chunk - 1)
     if chunk == count - 1:
@@ -244,8 +249,10 @@ def _source(what: int, chunk: int, slot: int, count: int) -> tuple[Operation | N
 
 
 def _leads_s(pipeline: Pipeline, devices: int) -> Floats:
-    """[chunks of the model, R] from when each chunk's first forward can begin: its device gathers
-    one chunk's weights after the other's."""
+    """Return [chunks of the model, R] the earliest start of each chunk's first forward.
+
+    A device gathers one chunk's weights after the other's.
+    """
     leads = pipeline.lead_s.copy()
     if pipeline.gathering is not None:
         sent_s = pipeline.gathering.until_s.max(axis=0)
@@ -255,7 +262,7 @@ def _leads_s(pipeline: Pipeline, devices: int) -> Floats:
 
 
 def _placed(stage: CostedStage, devices: Sequence[CostedStage]) -> CostedStage:
-    """A chunk on the ranks of its device; a tied weight's two copies as far apart as these are."""
+    """Return a chunk on its device's ranks; a tied weight's peer keeps the devices' distance."""
     device = devices[stage.number % len(devices)]
     twin = stage.twin
     if twin is not None:
@@ -264,7 +271,7 @@ def _placed(stage: CostedStage, devices: Sequence[CostedStage]) -> CostedStage:
 
 
 def _merged(chunks: Sequence[CostedStage], device: CostedStage) -> CostedStage:
-    """A device's stage with the layers of all its chunks."""
+    """Return a device's stage with the layers of all its chunks."""
     return dataclasses.replace(
         device,
         held=[layer for chunk in chunks for layer in chunk.held],
@@ -273,7 +280,7 @@ def _merged(chunks: Sequence[CostedStage], device: CostedStage) -> CostedStage:
 
 
 def fits(profile: Profile, layout: Layout, cut: Layout, limit_gib: float) -> bool:
-    """True if every device has room for its chunks and for what their slots in flight keep."""
+    """Return True if every device has room for its chunks and their slots in flight."""
     (unit,) = layout.units
     chunks = cut.units[0].pp // unit.pp
     stages = layout_memory(profile, cut, limit_gib)

@@ -1,4 +1,4 @@
-"""Layouts made from shapes: of a search's candidate, of any shapes, of a baseline's layout."""
+"""Construction of layouts from shapes, from a search's candidate, or from a baseline's layout."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ def layout_with(
     slot_sequences: int,
     strategy: Strategy,
 ) -> Layout | None:
-    """The layout of these shapes with the best split of layers; None where a unit's memory does not
-    fit."""
+    """Return the layout of these shapes with the best partition of layers; None if none fits."""
     slots = cluster.batch // slot_sequences
     stages = in_line([shape.pp for shape in shapes], holder_of(units))
     plans: list[UnitPlan] = []
@@ -60,14 +59,14 @@ def layout_with(
 def layout_of(
     units: list[Unit], cluster: Cluster, candidate: Candidate, strategy: Strategy
 ) -> Layout:
-    """The layout of a candidate, with the layers of every stage."""
+    """Return the layout of a candidate, with the layers of every stage."""
     layout = layout_with(units, cluster, candidate.units, candidate.slot_sequences, strategy)
     assert layout is not None, "the search kept a shape that does not fit"
     return layout
 
 
 def as_found(layout: Layout, units: list[Unit], strategy: Strategy) -> Layout:
-    """A baseline's layout, of these units, run as their cluster can, for another strategy."""
+    """Return a baseline's layout of these units for another strategy and its cluster's features."""
     plans = [
         plan.model_copy(update={"tp_overlap": unit.overlaps(plan.shape)})
         for unit, plan in zip(units, layout.units, strict=True)

@@ -1,13 +1,12 @@
-"""The objective: how long a step takes, as DistTrain's paper models it (section on model
-orchestration).
+"""The objective: the time of a step as in DistTrain's paper (section on model orchestration).
 
     T        = T_warmup + T_steady
-    T_warmup = time of the first slot through the whole pipeline, forward and backward: of encoders
-               side by side the slowest, the LLM and the generators one after the other (the
-               simulator, which ranks what the search finds, has these side by side)
+    T_warmup = time of the first slot through the entire pipeline, forward and backward: the
+               slowest of the parallel encoders, the LLM and the generators in sequence (the
+               simulator, which ranks the search's results, runs these in parallel)
     T_steady = time of one slot on the slowest stage × (n - 1)
 
-The paper takes C(TP) per sample, so a unit's time per slot is C · S/DP. Here a layer's time is base
+The paper uses C(TP) per sample, so a unit's time per slot is C · S/DP. Here a layer's time is base
 + slope · sequences, because a kernel launch or a small GEMM does not shrink with its work; with
 base 0 and evenly divisible layers the formula is the paper's. Transfers between units count on the
 stages at both ends.
@@ -31,7 +30,7 @@ Floats = NDArray[np.float64]
 def busiest_load(
     holds_llm: bool, slot_sequences: int, items_per_sequence: float, dp: Floats
 ) -> Floats:
-    """Sequences' worth of work of a unit's busiest replica in a slot, for every DP.
+    """Return the work of a unit's busiest replica in a slot, in sequences, for every DP.
 
     LLM replicas have exactly S/DP sequences. Encoders and generators share T = S · items images
     over their replicas, and an image cannot be cut: of T images one replica has ceil(T/DP). T
@@ -60,8 +59,7 @@ class Time(NamedTuple):
 
 
 def combine(unit_ms: list[float], stage_ms: list[float], slots: int, llm: int) -> Time:
-    """From every unit's whole time and slowest stage per slot; `llm` is the number of the unit that
-    holds the LLM."""
+    """Combine every unit's total time and slowest stage per slot; `llm` is the LLM's unit index."""
     return Time(max(in_line(unit_ms, llm)), max(stage_ms) * (slots - 1))
 
 
@@ -72,8 +70,10 @@ def unit_stages_ms(
     slot_sequences: int,
     overlap: bool | None = None,
 ) -> list[float]:
-    """Time of every stage of a unit for one slot, forward + backward + transfers; `overlap` as in
-    `Unit.layer_ms`."""
+    """Return the time of every stage of a unit for one slot: forward + backward + transfers.
+
+    `overlap` as in `Unit.layer_ms`.
+    """
     base, slope = unit.layer_ms(shape, overlap)
     load = busiest_load(
         unit.holds_llm, slot_sequences, unit.items_per_sequence, np.array([float(shape.dp)])
@@ -87,12 +87,12 @@ def unit_stages_ms(
 
 
 def planned_stages_ms(unit: Unit, plan: UnitPlan, slot_sequences: int) -> list[float]:
-    """`unit_stages_ms` of a unit as a layout has it."""
+    """Return `unit_stages_ms` of a unit in a layout."""
     return unit_stages_ms(unit, plan.shape, plan.layers_per_stage, slot_sequences, plan.tp_overlap)
 
 
 def layout_time(units: list[Unit], layout: Layout) -> Time:
-    """The formula for a whole layout."""
+    """Return the formula's time for an entire layout."""
     slot = layout.global_batch_size // layout.microbatches
     stages = [
         planned_stages_ms(unit, plan, slot) for unit, plan in zip(units, layout.units, strict=True)

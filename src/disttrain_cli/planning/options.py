@@ -1,7 +1,7 @@
-"""The shapes that one unit may have for a given slot, as columns of numbers.
+"""Shapes of one unit for a given slot, as columns of numbers.
 
-`Rows` leave PP open: whole-unit time exact, slowest stage bounded from below. `price` makes the
-slowest stage exact, under memory, for those options (a row with a PP) that the search still wants.
+`Rows` leave PP open: the unit's time exact, its slowest stage bounded from below. `price` makes the
+slowest stage exact, under memory, for the remaining options (a row with a PP).
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 Table = TypeVar("Table", bound="DataclassInstance")
-EVERY_AFTER = 1 << 30  # "however many stages come after"
+EVERY_AFTER = 1 << 30  # any number of later stages
 NEVER = 1 << 20  # more stages than any unit has layers
 SAFE = 1 - 1e-9  # lower bounds stay bounds under rounding
 
 
 def take(table: Table, rows: Flags | Ints) -> Table:
-    """The chosen rows of a table."""
+    """Return the chosen rows of a table."""
     if rows.dtype == np.bool_:
         rows = np.flatnonzero(rows)
     return type(table)(*(column.take(rows, axis=0) for column in vars(table).values()))
 
 
 def join(parts: list[Table]) -> Table:
-    """Rows of several tables, one after the other."""
+    """Concatenate the rows of several tables."""
     columns = zip(*(vars(part).values() for part in parts), strict=True)
     return type(parts[0])(*map(np.concatenate, columns))
 
@@ -61,13 +61,13 @@ class Rows:
     dp: Ints
     recompute: Flags
     stage_gpus: Ints  # TP · CP · DP
-    unit_ms: Floats  # the whole unit for one slot on its busiest replica
+    unit_ms: Floats  # the entire unit for one slot on its busiest replica
     least_stages: Ints  # PP is at least this, with memory spread evenly
-    state_gib: Floats  # static memory of the whole unit, and memory per slot in flight
+    state_gib: Floats  # static memory of the entire unit, and memory per slot in flight
     active_gib: Floats
-    most_room_gib: Floats  # what a device has for them, on the stage that sends least
-    layer_ms: Floats  # the longest layer,
-    bulk_ms: Floats  # and `bulk` layers of which each takes at least this long
+    most_room_gib: Floats  # a device's memory for them, on the stage that sends least
+    layer_ms: Floats  # the longest layer
+    bulk_ms: Floats  # lower bound of the time of each of `bulk` layers
     bulk: Ints
     layers: Ints  # PP is at most this
 
@@ -75,7 +75,7 @@ class Rows:
         return len(self.tp)
 
     def behind(self, flight: int) -> Rows:
-        """The rows that may fit with at least so many slots in flight on every stage."""
+        """Return the rows that may fit with at least `flight` slots in flight on every stage."""
         spread = np.ceil((self.state_gib + self.active_gib * flight) / self.most_room_gib * SAFE)
         least = np.maximum(self.least_stages, np.minimum(spread, NEVER)).astype(np.int64)
         fits = least <= self.layers
@@ -83,16 +83,16 @@ class Rows:
         return rows if fits.all() else take(rows, fits)
 
     def slowest_ms(self, pp: Ints) -> Floats:
-        """Lower bound of the slowest stage at `pp`, which broadcasts against the rows.
+        """Return a lower bound of the slowest stage at `pp`, which broadcasts against the rows.
 
-        No split beats the even one, nor the longest layer; of equal layers some stage has at least
-        count / PP, rounded up.
+        No partition beats the even one, nor the longest layer; of equal layers some stage has at
+        least count / PP, rounded up.
         """
         longest = np.maximum(self.unit_ms / pp, self.layer_ms)
         return np.maximum(longest, -(-self.bulk // pp) * self.bulk_ms) * SAFE
 
     def stages(self, slowest_ms: float) -> Ints:
-        """[B] lower bound of PP for a slowest stage; `NEVER` where no split is so fast."""
+        """Return [B] lower bounds of PP for a slowest stage; `NEVER` if no partition is so fast."""
         within = slowest_ms / SAFE
         even = np.ceil(self.unit_ms / max(within, 1e-300) * SAFE)
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -120,7 +120,7 @@ class Options:
     gpus: Ints
     unit_ms: Floats
     stage_ms: Floats  # its slowest stage: a lower bound until priced
-    after_from: Ints  # the row holds when `after_from` ≤ stages of later units < `after_to`
+    after_from: Ints  # the row holds if `after_from` ≤ stages of later units < `after_to`
     after_to: Ints
 
     def __len__(self) -> int:
@@ -128,7 +128,7 @@ class Options:
 
 
 def options_of(rows: Rows, row: Ints, pp: Ints) -> Options:
-    """Options from row numbers and their PP."""
+    """Return options from row indices and their PP."""
     chosen = take(rows, row)
     return Options(
         chosen.tp,
@@ -149,11 +149,10 @@ def options_of(rows: Rows, row: Ints, pp: Ints) -> Options:
 def list_rows(
     unit: Unit, slot_sequences: int, slots: int, most_gpus: int, later_units: int
 ) -> Rows:
-    """Every (TP, CP, DP, recompute) of at most `most_gpus` GPUs: DP divides the slot where the
-    unit holds the LLM.
+    """Return every (TP, CP, DP, recompute) of at most `most_gpus` GPUs.
 
-    `later_units` follow, of at least one stage each. Rows whose memory cannot fit at any PP are
-    left out.
+    DP divides the slot if the unit holds the LLM. `later_units` follow, of at least one stage each.
+    Rows whose memory cannot fit at any PP are omitted.
     """
     kinds = unit.kinds
     divides = np.arange(1, most_gpus + 1)
@@ -194,8 +193,7 @@ def list_rows(
 
 
 def _bulk(times: Floats, count: Ints) -> tuple[int, Floats]:
-    """A number of layers, and the time [B] that each of them takes at least: the kind with most
-    time in all."""
+    """Return a number of layers and [B] the minimum time of each, from the costliest kind."""
     if not len(times) or not count.any():
         return 1, np.zeros(len(times))
     kind = int((times[-1] * count).argmax())
@@ -204,7 +202,7 @@ def _bulk(times: Floats, count: Ints) -> tuple[int, Floats]:
 
 
 def kind_ms(unit: Unit, variant: Ints, dp: Ints, slot_sequences: int) -> Floats:
-    """[B, K] time of every kind of layer for one slot on the busiest replica, by variant and DP."""
+    """Return [B, K] times of layer kinds for one slot on the busiest replica, by variant and DP."""
     load = busiest_load(unit.holds_llm, slot_sequences, unit.items_per_sequence, dp.astype(float))
     return np.maximum(
         0.0, unit.kinds.base_ms[variant] + unit.kinds.slope_ms[variant] * load[:, None]
@@ -214,8 +212,7 @@ def kind_ms(unit: Unit, variant: Ints, dp: Ints, slot_sequences: int) -> Floats:
 def kind_gib(
     unit: Unit, variant: Ints, dp: Ints, slot_sequences: int
 ) -> tuple[Floats, Floats, Floats]:
-    """Of every kind of layer [B, K] static memory, that per slot in flight, and the most of one
-    slot while it runs."""
+    """Return [B, K] static memory, memory per slot in flight, and a running slot's peak."""
     kinds, replicas, profile = unit.kinds, dp.astype(float), unit.profile
     mix = np.stack(
         [np.ones_like(replicas), *worst_mix(profile, unit.modules, slot_sequences, replicas)],
@@ -230,7 +227,7 @@ def kind_gib(
     for number, (begin, stop) in enumerate(pairwise([0, *ends])):
         if begin == stop:
             continue
-        # rows side by side are not copied
+        # contiguous rows are not copied
         mine: Ints | slice = slice(begin, stop) if in_order else order[begin:stop]
         states[mine] = kinds.kept_gib[number] + kinds.shared_gib[number] * share[mine]
         activations[mine] = mix[mine] @ kinds.activation_gib[number]
@@ -239,8 +236,7 @@ def kind_gib(
 
 
 def _shared_gib(unit: Unit, states: Floats) -> Floats:
-    """[B] of the static memory of every kind of layer [B, K], what two layers of the unit share
-    where they are on one stage."""
+    """Return [B] the static memory of a tied weight, counted twice by kind if on one stage."""
     first = 0
     for name in unit.modules:
         module = unit.profile.modules[name]
@@ -253,14 +249,13 @@ def _shared_gib(unit: Unit, states: Floats) -> Floats:
 def room_gib(
     unit: Unit, variant: Ints, dp: Ints, slot_sequences: int, first: bool, last: bool
 ) -> Floats:
-    """[B] what a device has for that on a stage with the unit's first and last layer, or
-    without."""
+    """Return [B] a device's memory for layers, on a stage with or without the unit's ends."""
     room, sent = _room_and_messages_gib(unit, variant, dp, slot_sequences)
     return np.asarray(room - sent.of_stage(first, last))
 
 
 def most_room_gib(unit: Unit, variant: Ints, dp: Ints, slot_sequences: int) -> Floats:
-    """[B] what a device has for that on the stage that sends least."""
+    """Return [B] a device's memory for layers on the stage that sends least."""
     room, sent = _room_and_messages_gib(unit, variant, dp, slot_sequences)
     least = np.minimum(sent.entering, sent.inside) + np.minimum(sent.leaving, sent.inside)
     return np.asarray(room - least)
@@ -269,7 +264,7 @@ def most_room_gib(unit: Unit, variant: Ints, dp: Ints, slot_sequences: int) -> F
 def _room_and_messages_gib(
     unit: Unit, variant: Ints, dp: Ints, slot_sequences: int
 ) -> tuple[Floats, MessageBytes]:
-    """[B] what reserves leave of a device, and what messages may take of it."""
+    """Return [B] a device's memory without reserves, and the memory of messages."""
     known, kinds, replicas = (unit.profile, unit.modules), unit.kinds, dp.astype(float)
     moving = 1.0 + unit.profile.device.fragmentation
     ranks = kinds.tp_cp_size[variant]
@@ -282,11 +277,10 @@ def _room_and_messages_gib(
 def layer_gib(
     unit: Unit, variant: Ints, dp: Ints, slot_sequences: int
 ) -> tuple[Floats, Floats, Floats, Floats]:
-    """`kind_gib` of every layer [B, L], and [B] what a device has for them on a stage in the middle
-    of the unit.
+    """Return `kind_gib` of every layer [B, L], and [B] a device's memory in the unit's middle.
 
-    What its first and last stage have less, or more, is added to the static memory of its first and
-    last layer.
+    Differences of that memory on the first and last stage are added to the static memory of the
+    first and last layer.
     """
     states, activations, working = (
         part[:, unit.kinds.of] for part in kind_gib(unit, variant, dp, slot_sequences)
@@ -303,10 +297,9 @@ def layer_gib(
 def price(
     unit: Unit, options: Options, slot_sequences: int, slots: int, afters: Ints, within_ms: Floats
 ) -> Options:
-    """Exact slowest stage of every option under memory, for each number of later stages in `afters`
-    (sorted).
+    """Return every option's exact slowest stage under memory, by later stages in `afters` (sorted).
 
-    Later stages add slots in flight, so an option may need a slower split, or fail, behind a longer
+    Later stages add slots in flight, so an option may need a slower partition, or fail, in a longer
     pipeline; such an option becomes several rows. Options that fit nowhere, and some of those that
     have a stage slower than `within_ms` or whose stages could be fewer, are dropped.
     """
@@ -322,7 +315,7 @@ def price(
 
 
 def _price_whole(unit: Unit, options: Options, slot_sequences: int, slots: int) -> Options:
-    """Options of one stage: how many slots in flight fit."""
+    """Price options of one stage: the number of slots in flight that fit."""
     if not len(options):
         return options
     kinds = unit.kinds
@@ -348,7 +341,7 @@ def _price_split(
     afters: Ints,
     within_ms: Floats,
 ) -> list[Options]:
-    """Options of several stages: the best split for every number of slots in flight."""
+    """Price options of several stages: the best partition for every number of slots in flight."""
     if not len(options):
         return []
     variants = _variants(unit, options)
@@ -365,7 +358,7 @@ def _price_split(
     flights = np.unique(np.minimum(afters, slots))
 
     def slowest(after: int, mine: Flags) -> Floats:
-        """[B] slowest stage of these options; inf for the others."""
+        """Return [B] the slowest stage of these options; inf for the others."""
         dps = int(options.dp.max()) + 1
         rows, of_row = np.unique(variants[mine] * dps + options.dp[mine], return_inverse=True)
         pp, result = options.pp[mine], np.full(len(options), np.inf)
@@ -377,7 +370,7 @@ def _price_split(
     every = np.ones(len(options), dtype=bool)
     least = slowest(int(flights[0]), every)
     most = least if len(flights) == 1 else slowest(int(flights[-1]), every)
-    steady = least == most  # memory only grows with what comes after
+    steady = least == most  # memory only grows with later stages
     parts = [_held(options, steady, least, 0, EVERY_AFTER)]
     if steady.all():
         return parts
@@ -391,8 +384,7 @@ def _price_split(
 
 
 def _held(options: Options, rows: Flags, stage_ms: Floats, since: int, until: int) -> Options:
-    """Those of the rows that fit, with their slowest stage and the stages after them for which it
-    holds."""
+    """Return the rows that fit, with their slowest stage and the valid range of later stages."""
     fits = rows & np.isfinite(stage_ms)
     kept = take(options, fits)
     none = np.zeros_like(kept.pp)
@@ -400,7 +392,7 @@ def _held(options: Options, rows: Flags, stage_ms: Floats, since: int, until: in
 
 
 def _variants(unit: Unit, table: Rows | Options) -> Ints:
-    """[B] number of the variant of each row."""
+    """Return [B] the variant index of each row."""
     kinds = unit.kinds
     same = (table.tp[:, None] == kinds.tp) & (table.cp[:, None] == kinds.cp)
     same &= table.all_gather[:, None] == kinds.all_gather
@@ -410,8 +402,10 @@ def _variants(unit: Unit, table: Rows | Options) -> Ints:
 def _layers(
     unit: Unit, variant: Ints, dp: Ints, slot_sequences: int
 ) -> tuple[Floats, Floats, Floats, Floats, Floats]:
-    """[B, L] time, static memory, memory per slot in flight and while it runs of every layer; [B]
-    what there is."""
+    """Return [B, L] times and memory of every layer, and [B] the available memory.
+
+    The memory columns are static, per slot in flight, and while the layer runs.
+    """
     return kind_ms(unit, variant, dp, slot_sequences)[:, unit.kinds.of], *layer_gib(
         unit, variant, dp, slot_sequences
     )
@@ -421,8 +415,10 @@ def _layers(
 def slowest_by_stages(
     unit: Unit, shape: ParallelShape, slot_sequences: int, slots: int, after: int, most_gpus: int
 ) -> Floats:
-    """[PP] slowest stage of one row by PP (as far as the GPUs go), with so many stages after; inf
-    where none fits. `shape` has PP 1."""
+    """Return [PP] the slowest stage of one row by PP, within the GPUs; inf if none fits.
+
+    `after` stages follow; `shape` has PP 1.
+    """
     most = min(unit.layers, most_gpus // shape.gpus)
     variant = np.array([unit.kinds.variant(shape)])
     layers = _layers(unit, variant, np.array([shape.dp]), slot_sequences)
@@ -433,7 +429,7 @@ def slowest_by_stages(
 def layers_per_stage(
     unit: Unit, shape: ParallelShape, slot_sequences: int, slots: int, after: int
 ) -> list[int] | None:
-    """The split behind a priced option; None where none fits."""
+    """Return the partition of a priced option; None if none fits."""
     variant = unit.kinds.variant(shape)
     if variant is None:
         return None

@@ -1,11 +1,10 @@
-"""Splits of a unit's layers into contiguous stages so that the slowest stage is as fast as
-possible. Exact.
+"""Exact partition of a unit's layers into contiguous stages that minimises the slowest stage.
 
-Dynamic programme from the last layer: g[r][i] = the slowest stage's time when layers i.. are split
-into r stages = min over j of max(time of i..j-1, g[r-1][j]). One run gives every number of stages
-at once, and since r counts stages to the end of the unit, the slots in flight on a stage (r +
-stages after the unit) are known inside the recurrence, so memory is a constraint on ranges and the
-result stays exact. Vectorised over options.
+Dynamic programme from the last layer: g[r][i] = the slowest stage's time when layers i.. are
+partitioned into r stages = min over j of max(time of i..j-1, g[r-1][j]). One run covers every
+number of stages, and since r counts stages to the end of the unit, the slots in flight on a stage
+(r + stages after the unit) are known inside the recurrence, so memory is a constraint on ranges and
+the result stays exact. Vectorised over options.
 """
 
 from __future__ import annotations
@@ -19,14 +18,13 @@ CHUNK_BYTES = 32 * 2**20
 
 
 def _ranges(values: Floats) -> Floats:
-    """[B, L] → [B, L+1, L+1]: sums over layers i..j-1."""
+    """Return [B, L+1, L+1] sums over layers i..j-1 of [B, L]."""
     prefix = np.concatenate([np.zeros((len(values), 1)), np.cumsum(values, axis=1)], axis=1)
     return prefix[:, None, :] - prefix[:, :, None]
 
 
 def _slot_ranges(activations: Floats, working: Floats) -> Floats:
-    """[B, L+1, L+1] `most_of_a_slot` of a stage of layers i..j-1; no number below 0 where there is
-    no such stage."""
+    """Return [B, L+1, L+1] `most_of_a_slot` of a stage of layers i..j-1; at least 0 elsewhere."""
     options, layers = activations.shape
     before = np.cumsum(activations, axis=1) - activations
     inside = np.where(
@@ -38,9 +36,9 @@ def _slot_ranges(activations: Floats, working: Floats) -> Floats:
 
 
 def most_of_a_slot(activations: Floats, working: Floats) -> Floats:
-    """[B] the most memory of one slot while a stage of all these layers computes it.
+    """Return [B] the peak memory of one slot while a stage of all these layers computes it.
 
-    While a layer runs it holds what it works with, and the layers before it what they keep [B, L].
+    A running layer holds its working memory, and the layers before it their saved tensors [B, L].
     """
     return (np.cumsum(activations, axis=1) - activations + working).max(axis=1)
 
@@ -56,15 +54,15 @@ def slowest_stage(
     most: int,
     allowed: NDArray[np.bool_] | None = None,
 ) -> Floats:
-    """[B, most+1] time of the slowest stage by number of stages (column 0 unused); inf where
-    nothing fits.
+    """Return [B, most+1] times of the slowest stage by number of stages; inf if nothing fits.
+
+    Column 0 is unused.
 
     Args:
-        times, states, activations: [B, L] per layer: time, static memory (of the first and the last
-            layer it may be below 0: what their stages are spared), memory per slot in flight,
-        working: [B, L] and the most that it holds of a slot while it runs, no less than what it
-            keeps.
-        limit: [B] memory that a device has for them, in the unit of the two others.
+        times, states, activations: [B, L] per layer: time, static memory (negative values in the
+            first and last layer are savings of their stages), memory per slot in flight.
+        working: [B, L] peak memory of a slot while the layer runs, no less than its saved memory.
+        limit: [B] memory of a device for them, in the same unit.
         slots: slots per step, which bounds the slots in flight.
         after: stages of the units after this one.
         most: largest number of stages wanted.
@@ -142,18 +140,17 @@ def fewest_stages(
     within: Floats,
     allowed: NDArray[np.bool_] | None = None,
 ) -> Ints:
-    """[B] least number of stages of which none takes longer than `within` [B]; layers + 1 where
-    there is none.
+    """Return [B] the fewest stages of which none exceeds `within` [B]; layers + 1 if impossible.
 
     Other arguments as in `slowest_stage`; `slots` and `after` may differ by row. Every stage, from
-    the last, takes as many layers as fit: taking fewer never helps the stages before it.
+    the last, takes as many layers as fit: fewer never help the stages before it.
     """
     options, layers = times.shape
     sums = [
         np.concatenate([np.zeros((options, 1)), np.cumsum(values, axis=1)], axis=1)
         for values in (times, states, activations)
     ]
-    held = sums[2][:, :-1] + working  # while a layer runs, from the first layer on
+    held = sums[2][:, :-1] + working  # of a running layer, from the first layer on
     slots_, after_ = np.broadcast_to(slots, options), np.broadcast_to(after, options)
     result = np.full(options, layers + 1)
     open_, end = (
@@ -198,9 +195,9 @@ def split(
     stages: int,
     allowed: NDArray[np.bool_] | None = None,
 ) -> list[int] | None:
-    """Layers of each stage of the best split of one unit; of equally fast ones, the most even.
+    """Return the layers per stage of a unit's best partition; of equally fast ones the most even.
 
-    Arguments as in `slowest_stage`, for one unit: [L] per layer. None where nothing fits.
+    Arguments as in `slowest_stage`, for one unit: [L] per layer. None if nothing fits.
     """
     one = times[None], states[None], activations[None], working[None], np.array([limit])
     table = slowest_stage(*one, slots, after, stages, allowed)

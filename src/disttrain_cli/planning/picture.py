@@ -1,7 +1,7 @@
-"""Pictures of a predicted step: an SVG for a browser, and a few lines of letters for a terminal.
+"""Timelines of a predicted step: an SVG for a browser, and lines of letters for a terminal.
 
-Rows are stages in pipeline order, each shown by its busiest replica; what is not computing is a
-gap. A step of many slots is drawn as its first, a middle and its last stretch, all on one scale.
+Rows are stages in pipeline order, each shown by its busiest replica; gaps are idle time. A step of
+many slots is drawn as its first, a middle and its last stretch, all on one scale.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from disttrain_cli.spec.whole import is_own_file, write_whole
 
 Floats = NDArray[np.float64]
 MOST_ROWS = 24
-MOST_BARS = 4800  # operations drawn; more are left out by drawing stretches of the step
+MOST_BARS = 4800  # operations drawn; beyond that only stretches of the step
 WIDTH, ROW, GAP, TOP, LEFT = 1200, 18, 8, 62, 190  # px
 KINDS = (
     ("f", "forward"),
@@ -49,14 +49,14 @@ class Row:
     unit: str
     forward: Floats  # [n, 2] start and end in s
     backward: Floats  # [n, 2]
-    weights: Floats  # [n, 2] gradients of weights, where they are computed later; else [0, 2]
+    weights: Floats  # [n, 2] deferred weight gradients; without any [0, 2]
     reduction: Floats  # [1, 2] after the last pass
-    # [1, 2] after every stage's reduction; what is left of it before the first forward, where that
-    # hides the gathering of weights
+    # [1, 2] after every stage's reduction; with overlapped gathering of weights its exposed part
+    # before the first forward
     optimizer: Floats
 
     def bars(self) -> list[tuple[str, Floats]]:
-        """(kind, [k, 2] starts and ends) of everything the stage does."""
+        """Return (kind, [k, 2] starts and ends) of all operations of the stage."""
         return [
             ("f", self.forward),
             ("b", self.backward),
@@ -69,8 +69,10 @@ class Row:
 def rows_of(
     pipeline: Pipeline, timeline: Timeline, layout: Layout, most: int = MOST_ROWS
 ) -> list[Row]:
-    """At most `most` stages (never fewer than one per unit): every unit's first and last, the
-    others evenly."""
+    """Return at most `most` stages: every unit's first and last, the others evenly spaced.
+
+    Never fewer than one per unit.
+    """
     shown = _shares([unit.pp for unit in layout.units], most)
     busy = np.nan_to_num(timeline.busy_s, nan=-1.0)
     exposed_s, lead_s = pipeline.exposed_s, pipeline.lead_s
@@ -113,16 +115,17 @@ def rows_of(
 
 
 def _shares(stages: list[int], most: int) -> list[int]:
-    """Rows of every unit: all its stages if they fit, else in proportion, two at least where there
-    are two."""
+    """Return the rows of every unit: all its stages if they fit, else in proportion.
+
+    Units with two or more stages have at least two.
+    """
     if sum(stages) <= most:
         return stages
     return [min(count, max(2, most * count // sum(stages))) for count in stages]
 
 
 def stretches(rows: Sequence[Row], iteration_s: float, most_bars: int) -> list[tuple[float, float]]:
-    """What of the step is drawn, as (start, end) in s: all of it, or its first, middle and last
-    part."""
+    """Return the drawn parts of the step as (start, end) in s: all, or first, middle and last."""
     count = sum(len(row.forward) + len(row.backward) + len(row.weights) for row in rows)
     if count <= most_bars:
         return [(0.0, iteration_s)]
@@ -132,8 +135,7 @@ def stretches(rows: Sequence[Row], iteration_s: float, most_bars: int) -> list[t
 
 
 def draw(path: Path, pipeline: Pipeline, timeline: Timeline, layout: Layout) -> Path | None:
-    """Write the SVG of a plan's step beside the plan's file; None where that is a pipe or
-    device."""
+    """Write the SVG of a plan's step next to the plan's file; None if that is a pipe or device."""
     if not is_own_file(path):
         return None
     return write_whole(
@@ -142,7 +144,7 @@ def draw(path: Path, pipeline: Pipeline, timeline: Timeline, layout: Layout) -> 
 
 
 def svg(pipeline: Pipeline, timeline: Timeline, layout: Layout) -> str:
-    """The predicted step as an SVG document, without scripts or outside resources."""
+    """Return the predicted step as an SVG document, without scripts or external resources."""
     rows = rows_of(pipeline, timeline, layout)
     panels = stretches(rows, timeline.iteration_s, MOST_BARS)
     space = 24.0  # px between stretches
@@ -178,7 +180,7 @@ def svg(pipeline: Pipeline, timeline: Timeline, layout: Layout) -> str:
 
 
 def _tops(rows: Sequence[Row]) -> list[int]:
-    """Upper edge of every row in px; a gap between units."""
+    """Return the upper edge of every row in px, with a gap between units."""
     tops, top = [], TOP
     for number, row in enumerate(rows):
         if number and row.unit != rows[number - 1].unit:
@@ -208,7 +210,7 @@ def _heading(layout: Layout, timeline: Timeline) -> list[str]:
 def _path(
     kind: str, spans: Floats, start: float, end: float, x: float, top: int, scale: float
 ) -> str:
-    """All bars of one kind in one row as one path; empty where there is none."""
+    """Return all bars of one kind in one row as one path; empty if there are none."""
     within = spans[(spans[:, 1] > start) & (spans[:, 0] < end) & (spans[:, 1] > spans[:, 0])]
     bars = []
     for left, right in (np.clip(within, start, end) - start) * scale:
@@ -217,7 +219,7 @@ def _path(
 
 
 def _axis(start: float, end: float, x: float, scale: float, y: int) -> list[str]:
-    """A line with round times under it."""
+    """Return a line with round times under it."""
     step = _round_step((end - start) / max(1.0, (end - start) * scale / 80))
     parts = [f'<path class="line" d="M{x:.1f} {y}h{(end - start) * scale:.1f}"/>']
     for index in range(int(np.ceil(start / step - 1e-9)), int(np.floor(end / step + 1e-9)) + 1):
@@ -231,7 +233,7 @@ def _axis(start: float, end: float, x: float, scale: float, y: int) -> list[str]
 
 
 def _round_step(least: float) -> float:
-    """The smallest of 1, 2, 5 × 10^k that is no less."""
+    """Return the smallest of 1, 2, 5 × 10^k that is no less than `least`."""
     power = 10.0 ** np.floor(np.log10(max(least, 1e-9)))
     return float(
         next(power * digit for digit in (1, 2, 5, 10) if power * digit >= least * (1 - 1e-9))
@@ -239,8 +241,10 @@ def _round_step(least: float) -> float:
 
 
 def seconds(value: float, step: float | None = None) -> str:
-    """A time with its unit: ms below a second. With `step`, as many digits as tell neighbouring
-    ticks apart."""
+    """Format a time with its unit: ms below a second.
+
+    With `step`, as many digits as distinguish neighbouring ticks.
+    """
     unit, factor = ("s", 1.0) if (step or value) >= (0.1 if step else 1.0) else ("ms", 1e3)
     if step is None:
         return (
@@ -254,10 +258,10 @@ def seconds(value: float, step: float | None = None) -> str:
 def gantt(
     pipeline: Pipeline, timeline: Timeline, layout: Layout, columns: int, most_rows: int = 8
 ) -> list[str]:
-    """Lines of letters for a terminal: F forward, B backward, W gradients of weights computed
-    later, R reduction and optimizer, dots where a stage waits.
+    """Return lines of letters for a terminal: F, B, W, R, dots for waiting.
 
-    Each letter is what the stage does for most of its time. A step of too many slots is its
+    F is a forward, B a backward, W deferred weight gradients, R reduction and optimizer. Each
+    letter is the stage's main activity in its interval. A step of too many slots is shown by its
     beginning and its end.
     """
     rows = rows_of(pipeline, timeline, layout, most_rows)

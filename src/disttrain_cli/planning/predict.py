@@ -1,7 +1,7 @@
-"""What a layout will do: simulated steps over sampled global batches, memory, MFU, traffic.
+"""Prediction of a layout: simulated steps over sampled global batches, memory, MFU, traffic.
 
-Every batch is drawn from the sizes that the profile keeps and ordered as training would order it,
-so that layouts are judged on the data's own skew; the same batches for all layouts.
+Every batch is drawn from the sizes that the profile stores and ordered as training would order it,
+so that layouts are compared under the data's own skew; the same batches for all layouts.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ def simulated_steps(
     shared: bool = True,
     draws: Draws | None = None,
 ) -> Iterator[Step]:
-    """The steps over these of the global batches drawn from the data, or over all (`batches`).
+    """Yield the steps over these global batches drawn from the data, or over all (`batches`).
 
     Args:
         shared: ranks of a CPU share its cores; if not, every rank has a device of its own, as on a
             cluster.
-        draws: the batches; None = drawn anew.
+        draws: the batches; None = new ones.
     """
     stages, draws = stages_of(profile, layout), draws or Draws(profile, cluster)
     device = profile.device
@@ -80,15 +80,15 @@ def simulated_step(
     number: int = 0,
     draws: Draws | None = None,
 ) -> Step:
-    """The step over the `number`-th global batch drawn from the data."""
+    """Return the step over the `number`-th global batch drawn from the data."""
     return next(simulated_steps(profile, layout, cluster, [number], draws=draws))
 
 
 def batches(cluster: Cluster) -> range:
-    """Numbers of the global batches that are drawn: few large ones, or more of small ones, whose
-    sizes vary more.
+    """Return the indices of the global batches that are drawn.
 
-    The policy `best` takes longer, and its steps vary less.
+    Few large ones, or more of small ones, whose sizes vary more. The policy `best` takes longer,
+    and its steps vary less.
     """
     return range(max(1 if cluster.ordering == "best" else BATCHES, -(-SEQUENCES // cluster.batch)))
 
@@ -101,7 +101,7 @@ def simulated_s(
     shared: bool = True,
     draws: Draws | None = None,
 ) -> float:
-    """Mean time of `simulated_steps`."""
+    """Return the mean time of `simulated_steps`."""
     if profile.device.kind == "cpu" and shared:
         steps = simulated_steps(profile, layout, cluster, numbers, draws=draws)
         return float(np.mean([step.timeline.iteration_s for step in steps]))
@@ -117,14 +117,14 @@ def simulated_s(
 def predict(
     units: list[Unit], layout: Layout, cluster: Cluster, draws: Draws | None = None
 ) -> Prediction:
-    """Time, MFU, memory and traffic of a layout.
+    """Return time, MFU, memory and traffic of a layout.
 
-    Times come from the simulator, `warmup_s` and `steady_s` from the formula, which takes every
-    rank to have a device of its own and all sequences to be alike. FLOPs are those of the batches
-    that were simulated.
+    Times come from the simulator, `warmup_s` and `steady_s` from the formula, which assumes a
+    device of its own for every rank and equal sequences. FLOPs are those of the batches that were
+    simulated.
 
     Args:
-        draws: the batches; None = drawn anew.
+        draws: the batches; None = new ones.
 
     Raises:
         SpecError: the predicted MFU exceeds 100 %, so the profile's peak is wrong.
@@ -186,18 +186,17 @@ def predict(
 
 
 def _longest_s(steps: list[Step], part: Callable[[Pipeline], Floats]) -> float:
-    """Mean over the steps of what takes the longest of all replicas, [S, R]."""
+    """Return the mean over the steps of a pipeline part [S, R], maximised over replicas."""
     return float(np.mean([part(step.pipeline)[step.pipeline.present].max() for step in steps]))
 
 
 def _total(loads: Floats) -> Floats:
-    """[4] replicas and slots that have any work, and the sums of items, tokens and Σ length²."""
+    """Return [4] the number of replica slots with any work, Σ items, Σ tokens, Σ length²."""
     return np.concatenate([[float(loads.any(axis=2).sum())], loads.sum(axis=(0, 1))])
 
 
 def _rank_seconds(steps: list[Step]) -> dict[tuple[int, str], float]:
-    """By (stage, module): seconds that all ranks together compute it in a step, as on devices of
-    their own."""
+    """Return by (stage, module) the seconds of all ranks in a step, as on devices of their own."""
     return {
         (number, cost.module): float(
             np.mean(
@@ -215,7 +214,7 @@ def _rank_seconds(steps: list[Step]) -> dict[tuple[int, str], float]:
 
 
 def _rank_flops(device: DeviceProfile) -> float:
-    """Peak FLOP/s of what one rank had while it was measured: on a CPU its share of the cores."""
+    """Return the peak FLOP/s of one rank in the measurement: on a CPU its share of the cores."""
     return (
         peak_tflops(device, 1)
         * 1e12
@@ -226,8 +225,7 @@ def _rank_flops(device: DeviceProfile) -> float:
 def _kernel_mfu(
     device: DeviceProfile, flops: list[dict[str, float]], computing: dict[tuple[int, str], float]
 ) -> dict[str, float]:
-    """By module, its FLOPs over the peak of its ranks while they compute it; 0 where it has no
-    work."""
+    """Return by module its FLOPs over the peak of its computing ranks; 0 without work."""
     names = dict.fromkeys(module for by_module in flops for module in by_module)
     seconds = {
         name: sum(value for (_, module), value in computing.items() if module == name)
@@ -248,14 +246,16 @@ def _orchestration(
     computing: dict[tuple[int, str], float],
     iteration_s: float,
 ) -> float:
-    """MFU ÷ (ΣFLOPs / Σ(FLOPs / kernel MFU)), where FLOPs / kernel MFU is a module's computing time
-    at the peak."""
+    """Return MFU ÷ (ΣFLOPs / Σ(FLOPs / kernel MFU)).
+
+    FLOPs / kernel MFU is a module's computing time at the peak.
+    """
     peak = peak_tflops(device, layout.gpus_used) * 1e12
     return sum(computing.values()) * _rank_flops(device) / (iteration_s * peak)
 
 
 def _bubble(steps: list[Step], layout: Layout) -> float:
-    """Share of the devices' time in which they do not compute."""
+    """Return the share of the devices' time in which they do not compute."""
     width = np.array([stage.unit.tp_cp_size for stage in steps[0].stages])
     busy = sum(float(np.nansum(step.timeline.busy_s, axis=1) @ width) for step in steps)
     return 1.0 - busy / (layout.gpus_used * sum(step.timeline.iteration_s for step in steps))
@@ -273,7 +273,7 @@ def _mfu(
     ranks: int,
     iteration_s: float,
 ) -> float:
-    """MFU of some of a layout's ranks, for the FLOPs of their stages."""
+    """Return the MFU of some of a layout's ranks, for the FLOPs of their stages."""
     peak = peak_tflops(device, layout.gpus_used) * 1e12 * ranks / layout.gpus_used
     return sum(sum(by_module.values()) for by_module in flops) / (peak * iteration_s)
 
@@ -343,6 +343,6 @@ def _stage_times(
 
 
 def _own(pipeline: Pipeline, stages: slice, *, dp: int) -> Floats:
-    """Times by operation (`COMPUTE`) of some stages of one unit, [3, n, PP, DP]."""
+    """Return times by operation (`COMPUTE`) of some stages of one unit, [3, n, PP, DP]."""
     parts = [*pipeline.parts_s, np.zeros_like(pipeline.forward_s)]
     return np.stack(parts[: len(COMPUTE)])[:, :, stages, :dp]

@@ -1,4 +1,4 @@
-"""Clusters that may be bought or rented: what training by the best plan of each takes and costs."""
+"""Clusters to buy or rent: duration and cost of training with the best plan of each."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from disttrain_cli.spec.profile import Profile
 
 @dataclass(frozen=True)
 class Offer:
-    """A number of devices of one kind; where no layout fits them, only `unfit` says more."""
+    """Number of devices of one kind; if no layout fits them, only `unfit` is set."""
 
     device: str
     gpus: int
-    price_per_gpu_hour: float | None  # None: not stated
-    grounds: str  # costs that the prediction is made from
-    unfit: str | None = None  # the limit in the way of every layout
+    price_per_gpu_hour: float | None  # None: not specified
+    grounds: str  # origin of the costs that the prediction uses
+    unfit: str | None = None  # the binding limit of every layout
     layout: Layout | None = None
     idle: int | None = None  # devices that the plan does not use
     idle_because: str | None = None
-    step_s: float | None = None  # expected
+    step_s: float | None = None  # expected step
     range_s: tuple[float, float] | None = None  # of the step
-    tokens_per_s: float | None = None  # of packed sequences, without padding
-    tokens_per_s_per_gpu: float | None = None  # of all devices, as all that follows
+    tokens_per_s: float | None = None  # tokens of packed sequences, without padding
+    tokens_per_s_per_gpu: float | None = None  # per device of the cluster, like all that follows
     hours: float | None = None  # of all steps
     gpu_hours: float | None = None
     cost: float | None = None
 
 
 def catalogue_name(device: str) -> str:
-    """The catalogue's name of a device as torch or the catalogue calls it; others' as they are."""
+    """Return the catalogue's name of a device by torch's or its own name; others unchanged."""
     try:
         return lookup(device).name
     except SpecError:
@@ -49,10 +49,10 @@ def offer(
     prices: Mapping[str, float],
     found: Plan | str,
 ) -> Offer:
-    """The figures of one cluster.
+    """Return the figures of one cluster.
 
     Args:
-        steps: optimizer steps in all.
+        steps: total optimizer steps.
         prices: by device, names in lower case.
         found: its plan, with its range, or why none fits.
     """

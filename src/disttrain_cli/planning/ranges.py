@@ -1,8 +1,8 @@
-"""The range of a predicted step, simulated at expected and pessimistic costs (`costs.doubts`).
+"""Range of a predicted step, simulated at expected and pessimistic costs (`costs.doubts`).
 
 Layouts are ranked by the profile's own costs. Two of them are compared at both other levels, on the
-same global batches: what differs by less than `TIE` at both is a tie, and where the order of two
-differs between both, neither is known to be the faster one.
+same global batches: a difference of less than `TIE` at both is a tie, and if their order differs
+between both, neither is known to be faster.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from disttrain_cli.planning.units import Cluster
 from disttrain_cli.spec.plan import Alternative, Baseline, Basis, Layout, Plan, Prediction
 from disttrain_cli.spec.profile import Profile
 
-TIE = 0.01  # of a step, by which two layouts may differ at both levels and tie
+TIE = 0.01  # share of a step below which a difference at both levels is a tie
 #: Bases of doubts in words.
 BASES: dict[Basis, str] = {
     "measured": "from measurements",
@@ -27,7 +27,7 @@ BASES: dict[Basis, str] = {
 
 
 class Order(NamedTuple):
-    """Which of two layouts is the faster one."""
+    """Comparison of two layouts by time."""
 
     verdict: Literal["first", "second", "tie", "flips"]
     expected: float  # time of the second over that of the first, less 1, at the expected costs
@@ -37,8 +37,7 @@ class Order(NamedTuple):
 def compared(
     profile: Profile, cluster: Cluster, draws: Draws, first: Layout, second: Layout
 ) -> Order:
-    """Compare two layouts at the expected and at the pessimistic costs, every rank on a device of
-    its own.
+    """Compare two layouts at expected and pessimistic costs, every rank on a device of its own.
 
     Args:
         draws: the global batches, of this profile, that both run.
@@ -49,7 +48,7 @@ def compared(
 def _both_s(
     profile: Profile, cluster: Cluster, draws: Draws, layout: Layout
 ) -> tuple[float, float]:
-    """Time of a layout's step at the expected and at the pessimistic costs."""
+    """Return the time of a layout's step at the expected and at the pessimistic costs."""
     expected, pessimistic = (
         costs_at(profile, level, cluster.gpus) for level in ("expected", "pessimistic")
     )
@@ -60,7 +59,7 @@ def _both_s(
 
 
 def order_of(first_s: tuple[float, float], second_s: tuple[float, float]) -> Order:
-    """Order of two layouts by their times at the expected and at the pessimistic costs."""
+    """Return the order of two layouts by their times at expected and pessimistic costs."""
     expected, pessimistic = (
         theirs / mine - 1 for mine, theirs in zip(first_s, second_s, strict=True)
     )
@@ -74,7 +73,7 @@ def order_of(first_s: tuple[float, float], second_s: tuple[float, float]) -> Ord
 def with_range(
     predicted: Prediction, profile: Profile, layout: Layout, cluster: Cluster, draws: Draws
 ) -> Prediction:
-    """The prediction of a layout with its expected step, range, and what they rest on.
+    """Return the prediction of a layout with its expected step, range, and doubts.
 
     Args:
         cluster: with the policy under which layouts are ranked; times are scaled to the
@@ -102,8 +101,10 @@ def with_range(
 
 
 def orders_of(plan: Plan, profile: Profile, cluster: Cluster, draws: Draws) -> dict[str, Order]:
-    """By name, the runners-up and baselines of a plan that are other layouts, compared with it;
-    none where ranks share cores, which level their differences."""
+    """Return the comparisons of a plan with its runners-up and baselines, by name.
+
+    Equal layouts are omitted; empty if ranks share cores, which level their differences.
+    """
     if profile.device.kind == "cpu":
         return {}
     others: dict[str, Alternative | Baseline | None] = dict(plan.baselines)
@@ -119,7 +120,7 @@ def orders_of(plan: Plan, profile: Profile, cluster: Cluster, draws: Draws) -> d
 
 
 def grounds(profile: Profile, gpus: int) -> str:
-    """The costs that a prediction is made from: which were measured, and which were not."""
+    """Return the origin of a prediction's costs, in words: measured or not."""
     costs = "kernels and links" if gpus > 1 else "kernels"
     between = gpus > profile.cluster.gpus_per_node
     network = " and the run file's network between nodes"
@@ -133,7 +134,7 @@ def grounds(profile: Profile, gpus: int) -> str:
 
 
 def range_sentence(predicted: Prediction) -> str | None:
-    """A sentence about the doubts that a range comes from, by their bases."""
+    """Return a sentence about the doubts behind a range, by their bases."""
     if predicted.range_s is None or not predicted.doubts:
         return None
     found: dict[Basis, list[str]] = {}
@@ -148,7 +149,7 @@ def range_sentence(predicted: Prediction) -> str | None:
 
 
 def order_sentence(orders: Mapping[str, Order]) -> str | None:
-    """Which other layouts may be as fast as the plan, or faster; None where none may."""
+    """Return a sentence about layouts that may be as fast as the plan or faster; else None."""
     flips = [
         f"{name} takes {_percent(order.expected)} at the expected and"
         f" {_percent(order.pessimistic)} at the pessimistic costs"

@@ -1,4 +1,4 @@
-"""A profile at another number of nodes or of GPUs per node: no layer is measured again."""
+"""Profile for another number of nodes or of GPUs per node, without measuring layers again."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from disttrain_cli.errors import MismatchError
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.runfile import RunFile
 
-#: Fields of `cluster` that no cost of a layer depends on. Where layers were measured, so were the
-#: links of nodes as they are, and on a CPU the ranks of a node share its cores. Which device is
-#: meant, `check.check_device` knows.
+#: Fields of `cluster` on which no layer's cost depends. Measured layers come with the measured
+#: links of the nodes, and on a CPU the ranks of a node share its cores. The device is compared by
+#: `check.check_device`.
 MEASURED = frozenset({"device", "cpu_node_cores", "memory_margin_gib"})
 COMPUTED = MEASURED | {"nodes", "gpus_per_node", "memory_gib", "links.inter_node_gbps"}
 
 
 def resized(run: RunFile, profile: Profile) -> Profile:
-    """The profile for the run file's cluster; itself where that is as it was profiled.
+    """Return the profile for the run file's cluster; itself if the cluster is as profiled.
 
     Raises:
         MismatchError: something changed that the profile's costs depend on; the fields are named.
@@ -39,7 +39,7 @@ def resized(run: RunFile, profile: Profile) -> Profile:
         update["device"] = profile.device.model_copy(update=figures)
         update["links"] = link_profile(device, run.cluster)
         before = analytic_device(profile.device.name, profile.cluster, profile.precision)
-        if device.link_gbytes_s != before.link_gbytes_s:  # overlap of TP messages depends on it
+        if device.link_gbytes_s != before.link_gbytes_s:  # affects the overlap of TP messages
             free.discard("links.inter_node_gbps")
     if refused := [name for name in changed if name not in free]:
         raise MismatchError(
@@ -54,14 +54,14 @@ def resized(run: RunFile, profile: Profile) -> Profile:
 
 
 def computed(profile: Profile) -> bool:
-    """True if no cost of the profile was measured, so that it can be computed for other nodes."""
+    """Return True if no cost of the profile was measured, so it can be computed for other nodes."""
     return profile.device.kind == "analytic" and "calibrated" not in profile.provenance
 
 
 def _changed(
     before: Mapping[str, Any], now: Mapping[str, Any], path: str = ""
 ) -> Iterator[tuple[str, tuple[Any, Any]]]:
-    """(path, (value before, value now)) of all fields that differ."""
+    """Yield (path, (value before, value now)) of all fields that differ."""
     for name in {**before, **now}:
         old, new = before.get(name), now.get(name)
         if isinstance(old, Mapping) and isinstance(new, Mapping):

@@ -1,13 +1,13 @@
-"""Exact search over microbatch and the shape of every unit: best first over slot sizes, branch and
-bound in each.
+"""Exact search over microbatch and unit shapes: best first, then branch and bound.
 
 For every slot size S (a divisor of the batch; n = batch / S) a layout is one shape of each unit
-with Σ GPUs ≤ N. The slot size with the least lower bound is looked at next: once roughly, then with
-a limit that rises until enough layouts are found, in small steps at first where very many are
-within it. Within a limit `bounds` leaves only shapes that may be part of a layout; these are priced
-exactly (`options.price`) and joined, so every layout within the limit is found, but for those
-behind at least `top` others (`dominance`): of ties, however many there are, only the simplest stay.
-Done when no bound is below the last layout wanted.
+with Σ GPUs ≤ N. Slot sizes are processed best first: the one with the least lower bound is next,
+once roughly, then with a limit that rises until enough layouts are found, in small steps at first
+if very many are within it. Branch and bound within a slot size: `bounds` leaves only shapes that
+may be part of a layout within the limit; these are priced exactly (`options.price`) and joined, so
+every layout within the limit is found, except those dominated by at least `top` others
+(`dominance`): of ties, however many there are, only the simplest remain. Done when no bound is
+below the last layout wanted.
 """
 
 from __future__ import annotations
@@ -36,19 +36,21 @@ from disttrain_cli.planning.options import Floats, Ints, Options, join, price, t
 from disttrain_cli.planning.units import Cluster, Unit, holder_of, shape_at
 from disttrain_cli.spec.shape import ParallelShape
 
-#: Of the limit of a slot size over its lower bound, by how often it was looked at.
+#: Ratio of a slot size's limit to its lower bound, by the number of times it was processed.
 GROWTH = (1.01, 1.01, 1.02, 1.03, 1.05, 1.1, 1.2, 1.5, 2.0, 5.0, 25.0, np.inf)
 WIDE = 1.2  # times the limit, within which the shapes of a slot size are listed
-MANY = 1 << 22  # combinations of shapes, of which those near the bound are looked at first:
+MANY = 1 << 22  # combinations of shapes; beyond that, those near the bound come first:
 NEARER = (1 / 64, 1 / 16, 1 / 4)  # of the way to the limit, by how often there were so many
-CHUNK = 1 << 18  # pairs of rows that are looked at together
+CHUNK = 1 << 18  # pairs of rows processed together
 PRICED = 4096  # options that are priced before the others are compared with them
 
 
 @dataclass(frozen=True, order=True)
 class Candidate:
-    """A layout, ordered by time, then GPUs, then simplicity (fewer stages, less TP, less CP,
-    smaller microbatch)."""
+    """Layout, ordered by time, then GPUs, then simplicity.
+
+    Simpler means fewer stages, less TP, less CP, smaller microbatch.
+    """
 
     total_ms: float
     gpus: int
@@ -62,8 +64,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The best layouts, best first, and how many combinations of unit shapes were left to look
-    at."""
+    """The best layouts, best first, and the number of remaining combinations of unit shapes."""
 
     best: list[Candidate]
     combinations: int
@@ -78,20 +79,22 @@ class Shape(NamedTuple):
 
 
 def shape_of(options: Options, row: int) -> Shape:
-    """One of a unit's options."""
+    """Return one of a unit's options as a shape."""
     unit = shape_at(options, row, dp=int(options.dp[row]), pp=int(options.pp[row]))
     return Shape(unit, float(options.unit_ms[row]), float(options.stage_ms[row]))
 
 
 def candidate_of(shapes: Sequence[Shape], size: int, slots: int, llm: int) -> Candidate:
-    """The layout of these shapes, in pipeline order, for slots of `size` sequences; the unit `llm`
-    holds the LLM."""
+    """Return the layout of these shapes, in pipeline order, for slots of `size` sequences.
+
+    `llm` is the index of the LLM's unit.
+    """
     total_ms = combine(
         [shape.unit_ms for shape in shapes], [shape.stage_ms for shape in shapes], slots, llm
     ).total_ms
     units = [shape.unit for shape in shapes]
     return Candidate(
-        float(f"{total_ms:.12g}"),  # sums in another order are the same time
+        float(f"{total_ms:.12g}"),  # independent of the order of summation
         sum(unit.gpus for unit in units),
         sum(unit.pp for unit in units),
         sum(unit.tp for unit in units),
@@ -111,10 +114,10 @@ def search(
     shares: list[int] | None = None,
     within_ms: float = np.inf,
 ) -> SearchResult:
-    """The `top` fastest layouts under the formula of `objective`, exact; none where nothing fits.
+    """Return the `top` fastest layouts under `objective`'s formula, exactly; empty if none fits.
 
     Args:
-        keep: restricts the rows of a strategy.
+        keep: restricts rows, by strategy.
         slots_of: slot sizes to consider (sequences); all divisors of the batch if None.
         shares: most GPUs of each unit; all but one for each other unit if None.
         within_ms: layouts that take longer need not be found.
@@ -152,8 +155,10 @@ def search(
 
 
 def _slowest_within(tables: list[Options], gpus: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Least slowest stage of several units on so many GPUs together: one shape each, all at least
-    that fast."""
+    """Return the least slowest stage of several units that share that many GPUs.
+
+    One shape each, all at least that fast.
+    """
     if not tables:
         return np.zeros(len(gpus))
     times = np.unique(np.concatenate([table.stage_ms for table in tables]))
@@ -172,20 +177,20 @@ class _Partial:
 
     gpus: NDArray[np.int64]
     line_ms: NDArray[np.float64]  # units from the LLM's to the end
-    beside_ms: NDArray[np.float64]  # the slowest unit before them: they stand side by side
+    beside_ms: NDArray[np.float64]  # the slowest unit before them, which are parallel
     stage_ms: NDArray[np.float64]
     stages: NDArray[np.int64]  # from the LLM's unit to the end
     pp: NDArray[np.int64]  # of all units together
     tp: NDArray[np.int64]
     cp: NDArray[np.int64]
-    rows: NDArray[np.int64]  # [B, units] row numbers in each unit's priced table, last unit first
+    rows: NDArray[np.int64]  # [B, units] row indices in each unit's priced table, last unit first
 
     def __len__(self) -> int:
         return len(self.gpus)
 
 
 class _Rest(NamedTuple):
-    """The units that are not yet chosen, as far as the best of each of their numbers tells."""
+    """Minimum GPUs and times of the units that are not yet chosen."""
 
     gpus: int
     line_ms: float
@@ -193,7 +198,7 @@ class _Rest(NamedTuple):
 
 
 def _rest(before: list[Options], llm: int) -> _Rest:
-    """Of the first units of the pipeline; unit `llm` holds the LLM."""
+    """Return the minimum figures of the pipeline's first units; unit `llm` holds the LLM."""
     least_ms = [float(other.unit_ms.min()) for other in before]
     return _Rest(
         sum(int(other.gpus.min()) for other in before),
@@ -205,8 +210,10 @@ def _rest(before: list[Options], llm: int) -> _Rest:
 def _layouts(
     units: list[Unit], wanted: list[Options], size: int, cluster: Cluster, limit: float, top: int
 ) -> list[Candidate]:
-    """The layouts of one slot size within the limit, the `top` best of them. Units are joined last
-    to first."""
+    """Return the `top` best layouts of one slot size within the limit.
+
+    Units are joined last to first.
+    """
     slots, llm = cluster.batch // size, holder_of(units)
     within = limit * (1 + 1e-9)
     none = np.zeros(1, np.int64)
@@ -255,8 +262,7 @@ def _priced(
     most: NDArray[np.float64],
     top: int,
 ) -> Options:
-    """The options exactly (`price`), without those that cannot be part of the `top` best
-    layouts."""
+    """Return priced options (`price`) that may be part of the `top` best layouts."""
     left = np.lexsort((table.cp, table.tp, table.pp, table.gpus))
     exact = take(table, left[:0])
     while True:
@@ -269,7 +275,7 @@ def _priced(
 
 
 def _dearness(options: Options) -> Dearness:
-    """How options compare: what they cost a layout, and which is the simpler one."""
+    """Return the comparison columns of options: costs for a layout, and simplicity."""
     return (
         (
             options.gpus,
@@ -284,13 +290,12 @@ def _dearness(options: Options) -> Dearness:
 
 
 def _steady_ms(stage_ms: NDArray[np.float64], slots: int) -> NDArray[np.float64]:
-    """Time of all slots but the first; none for one slot, however slow (even infinite) its
-    stages."""
+    """Return the time of all slots but the first; zero for one slot, even with infinite stages."""
     return (slots - 1) * stage_ms if slots > 1 else np.zeros_like(stage_ms)
 
 
 def _whole_ms(partial: _Partial, rest: _Rest) -> NDArray[np.float64]:
-    """Warm-up of partial layouts with the encoders that are not yet chosen, at least."""
+    """Return a lower bound of partial layouts' warm-up with the encoders not yet chosen."""
     return partial.line_ms + np.maximum(partial.beside_ms, rest.beside_ms)
 
 
@@ -301,7 +306,7 @@ def _warmup_ms(
     rest: _Rest,
     beside: bool,
 ) -> NDArray[np.float64]:
-    """Lower bound of the warm-up where a unit joins partial layouts of at least these times."""
+    """Return a lower bound of the warm-up if a unit joins partial layouts with these times."""
     return rest.line_ms + (
         np.maximum(line_ms + unit_ms, whole_ms) if beside else whole_ms + unit_ms
     )
@@ -316,8 +321,10 @@ def _may_join(
     gpus: int,
     limit: float,
 ) -> NDArray[np.bool_]:
-    """Which rows fit some partial layout within the limit, as far as the best of each of its
-    numbers tells."""
+    """Return a mask of rows that may fit some partial layout within the limit.
+
+    Judged by the best of each of the partial layouts' numbers.
+    """
     order = np.argsort(partial.gpus)
     index = np.searchsorted(partial.gpus[order], gpus - rest.gpus - table.gpus, side="right")
     stage_ms, line_ms, whole_ms = (
@@ -338,8 +345,10 @@ def _join(
     limit: float,
     top: int,
 ) -> _Partial:
-    """Pairs of a partial layout and a shape of the unit before it that may end among the `top`
-    within the limit."""
+    """Return pairs of a partial layout and the preceding unit's shape that may end among the `top`.
+
+    All are within the limit.
+    """
     rest, beside = _rest(before, llm), len(before) < llm
     encoders_ms = _encoders_ms(before, llm, total_gpus)
     joined = replace(
@@ -390,8 +399,10 @@ def _join(
 
 
 def _encoders_ms(before: list[Options], llm: int, gpus: int) -> Floats:
-    """[gpus + 1] least time of the encoders that are not yet chosen, side by side, by GPUs of all
-    units that are not."""
+    """Return [gpus + 1] the least time of the parallel encoders not yet chosen.
+
+    Indexed by the GPUs of all units not yet chosen.
+    """
     tables = [np.full(gpus + 1, np.inf) for _ in before[:llm]]
     for least_ms, other in zip(tables, before, strict=False):
         np.minimum.at(least_ms, other.gpus, other.unit_ms)
@@ -400,8 +411,10 @@ def _encoders_ms(before: list[Options], llm: int, gpus: int) -> Floats:
 
 
 def _best_of(joined: _Partial, slots: int, top: int, more: bool) -> _Partial:
-    """Those that may be part of the `top` best layouts, ties and all; `more` units are still to be
-    joined."""
+    """Return the partial layouts that may be part of the `top` best ones, including ties.
+
+    `more`: units are still to be joined.
+    """
     worse: list[Floats | Ints] = [
         joined.gpus,
         joined.line_ms,

@@ -1,12 +1,11 @@
-"""How the best plan moves when GPUs, images or the batch change: the same exact search again, by
-the formula.
+"""What-if analysis: the best plan for other GPUs, images or batches, by the same exact search.
 
-Every answer compares the formula's best layout with the formula's best for what was changed, so
-that differences come from the change and not from the simulator. The formula knows no reduction of
-gradients: where the simulator chose fewer replicas of the LLM than the formula's best has, no
-answer has more of them (in proportion to the batch; the ranks of a CP group count as replicas here,
-which gradients are reduced over like them). Images are scaled in the profile: sequences
-stay as full as they are, and each brings so many times the images, to read and to generate.
+Every answer compares the formula's best layout with the formula's best after the change, so that
+differences come from the change and not from the simulator. The formula ignores the reduction of
+gradients: if the simulator chose fewer replicas of the LLM than the formula's best has, no answer
+has more of them (in proportion to the batch; the ranks of a CP group count as replicas here, as
+gradients are reduced over them, too). Images are scaled in the profile: sequences keep their
+tokens, and each has that many times the images, to read and to generate.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from disttrain_cli.spec.progress import Progress
 from disttrain_cli.spec.shape import ParallelShape
 
 _PICTURES = ("image", "target")
-SAME = 1e-9  # relative difference of two times that are one
+SAME = 1e-9  # relative difference below which two times are equal
 
 
 @dataclass(frozen=True)
@@ -42,32 +41,31 @@ class UnitMove:
 
 @dataclass(frozen=True)
 class Change:
-    """The best layout after a change, beside the one before it; `units` is empty where nothing
-    fits."""
+    """Best layout after a change, compared with the previous; `units` is empty if none fits."""
 
     what: str
-    gpus: int  # given
+    gpus: int  # available
     iteration_s: float | None = None  # by the formula
     sequences_per_s: float | None = None
-    speedup: float | None = None  # sequences per second over those before
+    speedup: float | None = None  # ratio of sequences per second to those before
     units: list[UnitMove] = field(default_factory=list)
     note: str = ""
 
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """What more GPUs, other data, other batches and fewer means would change."""
+    """Effects of more GPUs, other data, other batches and disabled features."""
 
-    most_llm_replicas: int | None  # that any answer has; None: any number
+    most_llm_replicas: int | None  # limit in every answer; None: no limit
     now: Change
     one_more_gpu: Change
     one_more_node: Change
-    # more GPUs that the next faster layout takes; None: not within twice as many
+    # additional GPUs of the next faster layout; None: not within twice as many
     gpus_until_faster: int | None
     changes: list[Change]
 
 
-#: By their modules, and those of them that TP does not divide.
+#: By their modules, and those of them replicated over TP.
 _Units = dict[tuple[tuple[str, ...], tuple[str, ...]], Unit]
 
 
@@ -77,26 +75,25 @@ class _Best:
     gpus: int
     units: tuple[str, ...]
     shapes: tuple[ParallelShape, ...]
-    llm_replicas: int  # CP ranks counted, too: all with the same weights
-    recomputes: bool  # whether any unit does
+    llm_replicas: int  # ranks with the same weights, CP ranks included
+    recomputes: bool  # True if any unit does
 
 
 def sensitivity(
     profile: Profile, cluster: Cluster, layout: Layout, progress: Progress
 ) -> Sensitivity | None:
-    """Solve again for one GPU and one node more, for other amounts of images, for other batches,
-    and without TP, CP or recomputed activations where the best layout has them (on a CPU, where
-    plans never do, with TP and recomputing).
+    """Solve again for one more GPU and node, other amounts of images, and other batches.
+
+    Also without TP, CP or recomputed activations if the best layout has them (on a CPU, where plans
+    never do, with TP and recomputing). Returns None if nothing fits the cluster itself.
 
     Args:
-        cluster: what the plan had to fit into.
+        cluster: constraints of the plan.
         layout: the plan's; its strategy is searched.
         progress: called with the searches done.
-
-    Returns None where nothing fits the cluster itself.
     """
     strategy = layout.strategy
-    # of every size of cluster that is asked about, with what was asked of them
+    # for every size of cluster in the questions, with their cached results
     largest = replace(cluster, gpus=cluster.gpus + max(cluster.gpus, cluster.gpus_per_node))
     units = {
         (unit.modules, unit.replicated): unit
@@ -120,7 +117,7 @@ def sensitivity(
         return _best(data, machines, strategy, replicas, known(data, machines), within_ms)
 
     def faster(more: int) -> int | None:
-        """GPUs of a faster layout on so many more."""
+        """Return the GPUs of a faster layout on `more` additional ones."""
         found = best(profile, replace(cluster, gpus=cluster.gpus + more), before.total_ms)
         return found.gpus if found is not None and _faster(found, before) else None
 
@@ -137,7 +134,7 @@ def sensitivity(
     bigger = {
         more: replace(cluster, gpus=cluster.gpus + more) for more in (1, cluster.gpus_per_node)
     }
-    # what fits now fits then
+    # the current layout still fits a larger cluster
     by_gpus = {more: best(profile, machines, before.total_ms) for more, machines in bigger.items()}
     until = 1 if _faster(by_gpus[1], before) else _until_faster(cluster, faster)
     progress("what-if searches", total, total)
@@ -152,7 +149,7 @@ def sensitivity(
 def _questions(
     profile: Profile, cluster: Cluster, before: _Best
 ) -> list[tuple[str, Profile, Cluster]]:
-    """Other data, batches and means, as (name, profile, cluster)."""
+    """Return other data, batches and features, as (name, profile, cluster)."""
     images = {"images doubled": 2.0, "images halved": 0.5, "text only": 0.0}
     batches = {"batch doubled": 2 * cluster.batch, "batch halved": cluster.batch // 2}
     asked = [
@@ -181,15 +178,14 @@ def _questions(
 
 
 def scale_images(profile: Profile, factor: float) -> Profile:
-    """The profile of data with `factor` times the images in every sequence, whose tokens stay as
-    many.
+    """Return the profile with `factor` times the images in every sequence, tokens unchanged.
 
-    Sound stays as it is.
+    Audio is unchanged.
     """
     modules = dict(profile.modules)
     for name, module in profile.modules.items():
         cuts = module.cut_bytes_per_sequence
-        if module.kind == "llm":  # only what it hands to a generator grows with images
+        if module.kind == "llm":  # only its output for a generator grows with images
             modules[name] = module.model_copy(
                 update={"cut_bytes_per_sequence": [*cuts[:-1], cuts[-1] * factor]}
             )
@@ -231,9 +227,10 @@ def _best(
     known: _Units,
     within_ms: float = math.inf,
 ) -> _Best | None:
-    """The formula's best layout, with at most `most` replicas of the LLM; none that takes longer
-    than `within_ms` is wanted. Of units that are known, what was asked of them is not computed
-    again."""
+    """Return the formula's best layout, with at most `most` replicas of the LLM.
+
+    Layouts longer than `within_ms` are not searched. Cached results of `known` units are reused.
+    """
     found: tuple[list[Unit], Candidate] | None = None
     for fresh in groupings(profile, cluster, strategy):
         units = [known.get((unit.modules, unit.replicated), unit) for unit in fresh]
@@ -261,14 +258,13 @@ def _faster(best: _Best | None, before: _Best) -> bool:
 
 
 def _until_faster(cluster: Cluster, faster: Callable[[int], int | None]) -> int | None:
-    """Fewest GPUs more (two at least) with which a faster layout exists: doubled until one does,
-    then halved.
+    """Return the fewest additional GPUs (at least two) with which a faster layout exists.
 
-    The best time of an exact search never grows with the GPUs it may use, so halving finds the
-    fewest.
+    The number is doubled until one does, then bisected: the best time of an exact search never
+    grows with the GPUs it may use.
 
     Args:
-        faster: GPUs of a faster layout on so many more; None where there is none.
+        faster: returns the GPUs of a faster layout on that many more; None if there is none.
     """
     few, enough = 1, min(cluster.gpus_per_node, cluster.gpus)
     while (used := faster(enough)) is None:

@@ -1,12 +1,12 @@
-"""Data parallelism with sharded parameters, gradients and optimizer states, as a baseline: FSDP
-(Zhao et al. 2023, arXiv 2304.11277), ZeRO-3 (Rajbhandari et al. 2019, arXiv 1910.02054).
+"""Fully sharded data parallelism as a baseline: FSDP and ZeRO-3.
 
-Every rank computes the whole model for its own sequences and their images, TP 1, and holds a shard
-of every layer. A layer's weights are gathered ahead of its forward and again ahead of its backward,
-and its gradients are scattered in fp32 after the backward of every microbatch. Two streams carry a
-step: compute, layer by layer, and messages, one after the other in the order in which they are
-issued. The gather of the next layer is issued when a layer starts, so that two layers lie gathered
-at a time; the last layer's weights stay for its backward, which follows at once. As every gather is
+See Zhao et al. 2023, arXiv 2304.11277, and Rajbhandari et al. 2019, arXiv 1910.02054. Every rank
+computes the entire model for its own sequences and their images, TP 1, and holds a shard of every
+layer. A layer's weights are gathered ahead of its forward and again ahead of its backward, and its
+gradients are scattered in fp32 after the backward of every microbatch. A step runs on two streams:
+compute, layer by layer, and messages, one after the other in the order in which they are issued.
+The gather of the next layer is issued when a layer starts, so that two layers are gathered at a
+time; the last layer's weights are kept for its backward, which follows at once. As every gather is
 a collective, a layer takes as long as on the slowest rank. Hybrid sharding (HSDP) gathers and
 scatters inside nodes and sums the shards between nodes in a step's last microbatch.
 
@@ -51,7 +51,7 @@ STATE_BYTES = 16.0
 
 @dataclass(frozen=True)
 class Pass:
-    """A layer's forward or backward in one microbatch, and the messages on either side of it."""
+    """A layer's forward or backward in one microbatch, with the messages before and after it."""
 
     compute_s: float
     gather_s: float = 0.0  # before it
@@ -60,7 +60,7 @@ class Pass:
 
 @dataclass(frozen=True)
 class Sharding:
-    """A run with so many ranks, each of which holds 1/shards of all parameters."""
+    """Run with that many ranks, each of which holds 1/shards of all parameters."""
 
     profile: Profile
     cluster: Cluster
@@ -76,7 +76,7 @@ class Sharding:
 
     @cached_property
     def layout(self) -> Layout:
-        """The same ranks as replicas of the whole model: what they compute and keep."""
+        """The same ranks as replicas of the entire model, for computation and saved activations."""
         modules = self.profile.modules
         return Layout(
             strategy="megatron",
@@ -103,13 +103,16 @@ class Sharding:
 
     @cached_property
     def gathered_bytes(self) -> Floats:
-        """[L] weights of each layer as it computes with them."""
+        """[L] bytes of each layer's weights in the precision of its computation."""
         known = parameters(self.profile, list(self.profile.modules), tp=1)
         return known * WEIGHT_BYTES[self.profile.precision]
 
     def peak_gib(self) -> float:
-        """Memory of a rank in its fullest moment: in the backward of some layer, with the next one
-        gathered and the gradients of the one before being scattered."""
+        """Return a rank's peak memory.
+
+        It occurs in the backward of some layer, with the next one gathered and the gradients of the
+        previous one being scattered.
+        """
         profile, unit = self.profile, self.layout.units[0]
         kept = at_worst(kept_share, profile, self.layout, unit)
         working = np.maximum(kept, at_worst(working_share, profile, self.layout, unit))
@@ -127,13 +130,13 @@ class Sharding:
         return float(states + moving * (1.0 + profile.device.fragmentation) + reserved) / GIB
 
     def step_s(self, draws: Draws, numbers: Iterable[int]) -> float:
-        """Mean time of the steps over these of the global batches drawn from the data."""
+        """Return the mean time of the steps over these global batches drawn from the data."""
         return float(
             np.mean([self._batch_s(draws.loads(self.layout, number)) for number in numbers])
         )
 
     def flops(self, draws: Draws, numbers: Iterable[int]) -> float:
-        """Mean FLOPs of those steps."""
+        """Return the mean FLOPs of those steps."""
         return float(
             np.mean(
                 [
@@ -148,7 +151,7 @@ class Sharding:
         return streams_s(self._passes(loads)) + 1e-9 * each_ns * self.stage.trained / self.shards
 
     def _passes(self, loads: dict[str, Floats]) -> Iterator[Pass]:
-        """All passes of a step in order."""
+        """Yield all passes of a step in order."""
         computed = {layer: self._computed_s(*layer, loads) for layer in set(self.stage.held)}
         last = self.layout.microbatches - 1
         layers = list(zip(self.stage.held, self._messages_s, strict=True))
@@ -168,7 +171,7 @@ class Sharding:
     def _computed_s(
         self, module: str, kind: str, does: Backward, loads: dict[str, Floats]
     ) -> tuple[list[float], list[float]]:
-        """By microbatch, forward and backward of a layer on the slowest rank."""
+        """Return forward and backward of a layer on the slowest rank, by microbatch."""
         shard = shard_of(self.profile.modules[module], kind, tp=1)
         forward, backward = (
             (amount(_coefficients(parts), loads[module]).max(axis=1) / 1e3).tolist()
@@ -181,8 +184,7 @@ class Sharding:
 
     @cached_property
     def _messages_s(self) -> list[tuple[float, float, float]]:
-        """By layer, its weights gathered, its gradients scattered, and the sum of these over
-        nodes."""
+        """By layer: gathering its weights, scattering its gradients, summing these over nodes."""
         links, between = self.profile.links, self.ranks // self.shards
         node = self.cluster.gpus_per_node
         link = replicas_link(self.profile, self.stage, node) if between == 1 else links
@@ -202,13 +204,16 @@ class Sharding:
 
 
 def streams_s(passes: Iterable[Pass]) -> float:
-    """Time until both streams are done: passes compute one after the other, each once its weights
-    are there; messages are issued in the order in which passes start and end."""
+    """Return the time until both streams are done.
+
+    Passes compute one after the other, each once its weights have arrived; messages are issued in
+    the order in which passes start and end.
+    """
     computed_s = sent_s = 0.0
     reduce_s = 0.0  # of the pass that computes, issued when it ends
     started_s = 0.0
     for each in passes:
-        # the gather is issued when the pass before starts, ahead of that pass's own reduction
+        # the gather is issued when the previous pass starts, ahead of that pass's own reduction
         ready_s = 0.0
         if each.gather_s:
             sent_s = ready_s = max(sent_s, started_s) + each.gather_s
@@ -220,9 +225,11 @@ def streams_s(passes: Iterable[Pass]) -> float:
 
 
 def sharded(profile: Profile, cluster: Cluster, draws: Draws) -> Baseline | None:
-    """The fastest sharded run that fits, of all microbatch sizes, with activations kept or
-    recomputed, sharded over all ranks or inside nodes; None where none fits or the global batch has
-    fewer sequences than there are devices."""
+    """Return the fastest sharded run that fits, over all microbatch sizes.
+
+    Activations are saved or recomputed, parameters sharded over all ranks or inside nodes. None if
+    none fits or the global batch has fewer sequences than there are devices.
+    """
     if cluster.batch < cluster.gpus or 1 not in tp_degrees(profile, list(profile.modules)):
         return None
     fitting = [one for one in _shardings(profile, cluster) if one.peak_gib() <= cluster.memory_gib]
@@ -240,7 +247,7 @@ def sharded(profile: Profile, cluster: Cluster, draws: Draws) -> Baseline | None
 
 
 def _shardings(profile: Profile, cluster: Cluster) -> Iterator[Sharding]:
-    """All runs over as many devices as share the global batch evenly."""
+    """Yield all runs over the most devices that share the global batch evenly."""
     ranks = max(count for count in divisors(cluster.batch) if count <= cluster.gpus)
     node = cluster.gpus_per_node
     recomputes = {"none": [False], "full": [True], "auto": [False, True]}[cluster.checkpointing]
@@ -251,6 +258,6 @@ def _shardings(profile: Profile, cluster: Cluster) -> Iterator[Sharding]:
 
 
 def _coefficients(parts: Sequence[Polynomial]) -> Floats:
-    """[4] of a sum of times (`costs.layout.amount`)."""
+    """Return [4] of a sum of times (`costs.layout.amount`)."""
     total = combine(*((1.0, part) for part in parts))
     return np.array([total.base, total.per_item, total.per_token, total.per_length_sq])

@@ -1,6 +1,8 @@
-"""When context parallelism pays: the plan beside the best plan without it, or, for long sequences,
-beside the best layouts with it (in the LLM): the formula's best few, run in the simulator over the
-same global batches as the plan, and those that the plan was ranked with.
+"""Explanation of context parallelism: the plan compared with the best plan without it.
+
+For long sequences without CP, the plan is compared with the best layouts with it (in the LLM): the
+formula's best few, simulated over the same global batches as the plan, and those that the plan was
+ranked with.
 """
 
 from __future__ import annotations
@@ -32,11 +34,10 @@ TRIED = 6  # of the formula's best layouts, simulated
 
 
 def sharing_sentence(plan: Plan, profile: Profile, cluster: Cluster) -> str | None:
-    """What CP gains in a plan, or why a plan for long sequences has none; None where there is
-    nothing to say.
+    """Return CP's gain in a plan, or why a plan for long sequences has none; None if irrelevant.
 
     Args:
-        cluster: what the plan had to fit into.
+        cluster: constraints of the plan.
     """
     length, strategy = profile.inputs.sequence_length, plan.plan.strategy
     if shares(plan.plan):
@@ -54,7 +55,7 @@ def sharing_sentence(plan: Plan, profile: Profile, cluster: Cluster) -> str | No
             ),
             default=None,
         )
-        if other_s is None:  # it is not among the runners-up
+        if other_s is None:  # not among the runners-up
             with suppress(InfeasibleError):
                 alone = solve_for(profile, replace(cluster, most_cp=1), strategy)
                 other_s = alone.predicted.iteration_s
@@ -83,7 +84,7 @@ def sharing_sentence(plan: Plan, profile: Profile, cluster: Cluster) -> str | No
 
 
 def _times_s(profile: Profile, cluster: Cluster, layouts: Sequence[Layout]) -> list[float]:
-    """Simulated times of some layouts."""
+    """Return the simulated times of some layouts."""
     ranked = ranked_as(cluster)
     draws = Draws(profile, ranked)
     numbers = batches(ranked)
@@ -91,7 +92,7 @@ def _times_s(profile: Profile, cluster: Cluster, layouts: Sequence[Layout]) -> l
 
 
 def _shared(units: list[Unit]) -> Keep:
-    """Restricts a search to layouts in which the LLM's unit shares tokens."""
+    """Return a filter for layouts in which the LLM's unit shares tokens."""
 
     def keep(number: int, _: int, rows: Rows) -> NDArray[np.bool_]:
         return (rows.cp > 1) | (not units[number].holds_llm)
@@ -114,7 +115,7 @@ def _with(plan: Plan, other_s: float | None) -> str:
 
 
 def _longer(plan: Plan, other_s: float) -> str:
-    """Another layout's time beside the plan's."""
+    """Format another layout's time relative to the plan's."""
     from disttrain_cli.planning.explain import two_digits
 
     percent = 100 * (other_s / plan.predicted.iteration_s - 1)

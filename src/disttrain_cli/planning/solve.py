@@ -55,18 +55,18 @@ from disttrain_cli.spec.runfile import RunFile
 from disttrain_cli.spec.shape import ParallelShape
 
 BASELINES: tuple[Strategy, ...] = ("disaggregated", "megatron")
-POOL = 16  # of the formula's best, from which the different ones of a round of finalists are taken
+POOL = 16  # of the formula's best, from which a round's different finalists are selected
 CLIMBED = 2  # finalists whose neighbours are simulated
-TRIED = 4  # of the best layouts, simulated under the policy of training if they are
-CLOSE = 1.02  # times as long as the best one, at most, and as the policy of training gains
+TRIED = 4  # of the best layouts, simulated under the training policy if `CLOSE`
+CLOSE = 1.02  # highest ratio to the best time, scaled by the training policy's gain
 NEAR = 2  # finalists with another shape of the LLM near the best one's
 
 
 def cluster_of(run: RunFile, profile: Profile, gpus: int | None = None) -> Cluster:
-    """What the layout must fit into: the profile's devices, or `gpus` of them.
+    """Return the constraints of layouts: the profile's devices, or `gpus` of them.
 
-    Ranks that share the cores of a CPU split neither layers nor backwards, and recompute only where
-    the run file says so: they would gain nothing from it.
+    Ranks that share the cores of a CPU split neither layers nor backwards, and recompute only if
+    the run file requires it: they would gain nothing from it.
     """
     count = profile.device.count if gpus is None else gpus
     if count < 1:
@@ -92,8 +92,7 @@ def cluster_of(run: RunFile, profile: Profile, gpus: int | None = None) -> Clust
 
 
 def check_profile(run: RunFile, profile: Profile) -> None:
-    """Refuse a profile that was made for another model or cluster, or computed by other rules than
-    today's.
+    """Reject a profile of another model or cluster, or computed by another version's rules.
 
     Raises:
         MismatchError: both fingerprints are named.
@@ -127,23 +126,22 @@ def solve(
     top: int = 5,
     draws: Draws | None = None,
 ) -> Plan:
-    """The best plan of a strategy, its prediction, the baselines, and the `top` next best layouts.
+    """Return a strategy's best plan with prediction, baselines, and the `top` next best layouts.
 
-    Strategies differ in the units that they may have (`units.groupings`) and in what they hide:
-    `auto` and `disaggregated` have backwards in two parts (`splitting`), reductions and gathers
-    behind passes (`costs.overlap`) and a TP group's messages behind products (`Unit.overlaps`),
-    `megatron` the last two and, as a baseline, virtual stages (`interleaved`). Where training
-    orders by `best`, `megatron` is predicted under the policy `paper`.
+    Strategies differ in their possible units (`units.groupings`) and in their overlap: `auto` and
+    `disaggregated` have split backwards (`splitting`), reductions and gathers overlapped with
+    passes (`costs.overlap`) and a TP group's messages overlapped with GEMMs (`Unit.overlaps`),
+    `megatron` the last two and, as a baseline, virtual stages (`interleaved`). If training orders
+    by `best`, `megatron` is predicted under the policy `paper`.
 
     The formula's best layouts are simulated, and for `auto` the other strategies' own choices with
-    them: a plan is no slower than a baseline, ties apart.
-
-    Of layouts that tie with the fastest, as far as costs are known, the one of fewest units is
-    taken. Ranks share tokens (CP), and CP groups lie on several nodes, where the best plan without
-    takes longer, by `CP_GAIN` at least.
+    them: a plan is no slower than a baseline, except for ties. Among layouts that tie with the
+    fastest, within the uncertainty of costs, the one with the fewest units is chosen. Ranks share
+    tokens (CP), and CP groups span several nodes, only if the best plan without takes longer, by
+    `CP_GAIN` at least.
 
     Args:
-        draws: the batches that layouts are tried on (`cluster_of`); None = drawn anew.
+        draws: the batches on which layouts are simulated (`cluster_of`); None = new ones.
 
     Raises:
         MismatchError: the profile belongs to another model or cluster.
@@ -163,10 +161,10 @@ def solve_for(
     either_zero: bool = False,
     draws: Draws | None = None,
 ) -> Plan:
-    """`solve` for a cluster, with what layouts may do there to be faster.
+    """Return `solve`'s plan for a cluster with its allowed features.
 
     Args:
-        either_zero: every layout may take the ZeRO stage that suits it, as far as it fits.
+        either_zero: every layout may use the faster ZeRO stage, as far as it fits.
     """
     everything, cluster = cluster, run_by(cluster, strategy)
     started = time.perf_counter()
@@ -196,7 +194,7 @@ def solve_for(
     if not ranked:
         raise infeasible(profile, cluster, strategy)
     ranked, predicted = _as_trained(profile, cluster, ranked, draws)
-    # where training differs from what ranks layouts: shared cores, another ordering
+    # relevant if training differs from the ranking: shared cores, another ordering
     limit_s = min([one.iteration_s for one in baselines.values() if one], default=math.inf)
     if limit_s < predicted.iteration_s:
         for layout in others:
@@ -220,8 +218,8 @@ def solve_for(
     solve_s = time.perf_counter() - started
     if strategy in BASELINES:
         baselines[strategy] = _baseline(best.layout, predicted)
-    # Ranked by another policy than they would be trained with, runners-up are shown as many times
-    # slower as that said.
+    # Runners-up ranked by another policy than the training policy are shown scaled by the best
+    # layout's ratio between the two.
     scale = (
         predicted.iteration_s / _shown_s(profile, cluster, best)
         if ranked_as(cluster) != cluster
@@ -261,17 +259,17 @@ def ranking(
     others: Sequence[Layout] = (),
     draws: Draws | None = None,
 ) -> tuple[list[Ranked], int, int]:
-    """Layouts of a strategy, best first, and how many were candidates and simulated.
+    """Return layouts of a strategy, best first, and the numbers of candidates and simulations.
 
-    Where the best layout shares tokens (CP), the best without it are ranked, too. Where training
-    orders by the policy `best`, layouts are ranked by `paper`, which takes milliseconds for each.
+    If the best layout shares tokens (CP), the best without it are ranked, too. If training orders
+    by the policy `best`, layouts are ranked by `paper`, which takes milliseconds for each.
 
     Args:
-        top: runners-up wanted beside the best layout.
-        either_zero: every layout may take the ZeRO stage that suits it, as far as it fits.
-        others: layouts that are simulated with those of the strategy; of `auto` the best of
+        top: runners-up wanted in addition to the best layout.
+        either_zero: every layout may use the faster ZeRO stage, as far as it fits.
+        others: layouts that are simulated with those of the strategy; for `auto` the best of
             `disaggregated` and `megatron`, whose units are not searched again.
-        draws: the batches that all are tried on; None = drawn anew.
+        draws: the batches on which all are simulated; None = new ones.
     """
     combinations = simulated = 0
     cluster = ranked_as(cluster)
@@ -330,7 +328,7 @@ def ranking(
 def _unlike(
     profile: Profile, cluster: Cluster, groups: list[list[Unit]], strategies: Sequence[Strategy]
 ) -> list[list[Unit]]:
-    """The groupings that none of these strategies has."""
+    """Return the groupings that none of these strategies has."""
     theirs = [
         grouping(units)
         for strategy in strategies
@@ -347,8 +345,11 @@ def _climbed(
     either_zero: bool,
     finalists: list[Ranked],
 ) -> list[Ranked]:
-    """Better neighbours of the best finalists that differ in grouping or the LLM's shape, of those
-    that are nearly as fast as any, and these with other modules whole."""
+    """Return better neighbours of the best, mutually different finalists.
+
+    Starts differ in grouping or the LLM's shape and are nearly as fast as any; also tried are the
+    starts with other modules replicated over TP.
+    """
     profile = groups[0][0].profile
 
     def build(
@@ -367,7 +368,7 @@ def _climbed(
         return timed(profile, cluster, layout, draws=draws)
 
     def dealt_otherwise(layout: Layout) -> Iterator[Layout]:
-        """The layout with other modules whole on each rank of a TP group."""
+        """Yield the layout with other modules replicated on each rank of a TP group."""
         shapes = [unit.shape for unit in layout.units]
         slot_sequences = layout.global_batch_size // layout.microbatches
         for units in groups:
@@ -423,11 +424,10 @@ def _climbed(
 def _as_trained(
     profile: Profile, cluster: Cluster, ranked: list[Ranked], draws: Draws
 ) -> tuple[list[Ranked], Prediction]:
-    """The layouts as the policy ranks them by which they would be trained, and what is predicted of
-    the best one.
+    """Return the layouts ranked by the training policy, and the prediction of the best one.
 
-    Under another policy than they were ranked by only the first few are simulated, if they are
-    close beside what that policy gains: the others take as many times longer as the best one does.
+    Under another policy than the ranking's only the first few are simulated, if they are close
+    relative to that policy's gain: the times of the others are scaled by the best one's ratio.
     """
     predictions = [_predicted(profile, cluster, ranked[0].layout, draws)]
     if ranked_as(cluster) == cluster or profile.device.kind == "cpu":
@@ -453,8 +453,10 @@ def _as_trained(
 
 
 def _simplest(profile: Profile, cluster: Cluster, draws: Draws, ranked: list[Ranked]) -> Ranked:
-    """The first of some layouts, or of those with fewer units that tie with it, as far as costs are
-    known (`ranges.compared`), the one with the fewest."""
+    """Return the first layout, or one with fewer units that ties with it (`ranges.compared`).
+
+    A tie is judged within the uncertainty of costs; the one with the fewest units is preferred.
+    """
     best = ranked[0]
     if profile.device.kind == "cpu":
         return best
@@ -468,7 +470,7 @@ def _simplest(profile: Profile, cluster: Cluster, draws: Draws, ranked: list[Ran
 
 
 def _as_ours(profile: Profile, cluster: Cluster, layouts: list[Layout]) -> list[Layout]:
-    """Layouts of other strategies as `auto` runs them, as far as they fit."""
+    """Return layouts of other strategies as `auto` runs them, as far as they fit."""
     ours = [as_found(layout, units_of(profile, cluster, layout), "auto") for layout in layouts]
     return [layout for layout in ours if fits(profile, layout, cluster.memory_gib)]
 
@@ -480,7 +482,7 @@ def _predicted(
 
 
 def with_own_prediction(plan: Plan, run: RunFile, profile: Profile) -> Plan:
-    """The plan itself, or with the prediction of its layout where that was edited by hand since."""
+    """Return the plan; if its layout was edited by hand, with a new prediction."""
     if plan.predicted.layout in (None, fingerprint(plan.plan)):
         return plan
     predicted = _predicted(profile, cluster_of(run, profile), plan.plan)
@@ -488,17 +490,17 @@ def with_own_prediction(plan: Plan, run: RunFile, profile: Profile) -> Plan:
 
 
 def run_by(cluster: Cluster, strategy: Strategy) -> Cluster:
-    """The cluster with what a strategy's layouts do there to be faster."""
+    """Return the cluster with the features that a strategy's layouts use."""
     return replace(cluster, splits=False) if strategy == "megatron" else cluster
 
 
 def ranked_as(cluster: Cluster) -> Cluster:
-    """The cluster with the policy under which layouts are ranked."""
+    """Return the cluster with the policy under which layouts are ranked."""
     return replace(cluster, ordering="paper") if cluster.ordering == "best" else cluster
 
 
 def best_by_formula(units: list[Unit], cluster: Cluster, top: int, limits: Limits) -> SearchResult:
-    """The formula's best layouts of these units within limits."""
+    """Return the formula's best layouts of these units within limits."""
     return search(
         units,
         replace(cluster, gpus=cluster.gpus - limits.fewer),
@@ -509,7 +511,7 @@ def best_by_formula(units: list[Unit], cluster: Cluster, top: int, limits: Limit
 
 
 def keep_within(units: list[Unit], limits: Limits) -> Keep:
-    """Restricts a search to some replicas, TP and CP degrees of the LLM's unit."""
+    """Return a filter for replicas, TP and CP degrees of the LLM's unit."""
 
     def keep(number: int, _: int, rows: Rows) -> NDArray[np.bool_]:
         if not units[number].holds_llm:
@@ -524,7 +526,7 @@ def keep_within(units: list[Unit], limits: Limits) -> Keep:
 
 
 def fewer_replicas(units: list[Unit], most: int) -> Keep:
-    """Restricts a search to at most `most` ranks with the same weights in the LLM's unit."""
+    """Return a filter for at most `most` ranks with the same weights in the LLM's unit."""
     return keep_within(units, Limits(math.inf, most))
 
 
@@ -533,7 +535,7 @@ def _described(layout: Layout) -> str:
 
 
 def _shown_s(profile: Profile, cluster: Cluster, other: Ranked) -> float:
-    """The time to show beside the prediction: with shared cores where there are such."""
+    """Return the time shown next to the prediction; on a CPU with shared cores."""
     if profile.device.kind != "cpu":
         return other.iteration_s
     return simulated_s(profile, other.layout, ranked_as(cluster))
@@ -542,7 +544,7 @@ def _shown_s(profile: Profile, cluster: Cluster, other: Ranked) -> float:
 def baseline_of(
     profile: Profile, cluster: Cluster, ranked: list[Ranked], draws: Draws | None = None
 ) -> Baseline | None:
-    """The best of another strategy's layouts in the same simulator; None where none fits."""
+    """Return the best of another strategy's layouts in the same simulator; None if none fits."""
     if not ranked:
         return None
     return _baseline(ranked[0].layout, _predicted(profile, cluster, ranked[0].layout, draws))

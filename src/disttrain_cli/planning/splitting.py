@@ -1,11 +1,11 @@
-"""Backwards in two parts: when each stage of a layout computes the gradients of its weights (zero
-bubble, Qi et al. 2024, arXiv 2401.10241).
+"""Split backward: the delay of weight gradients (W) on each stage of a layout.
 
-Gradients of inputs go to the stage before at once; those of weights may wait some slots, which
-shortens the way of the first slots back through the pipeline and fills its end. How long is chosen
-for every stage in the simulator, within the memory that is left: first among delays that grow with
-the stages before one, as later stages have gaps later, then one stage at a time. Stages without
-room for it, or without a gain, compute both parts together.
+See zero bubble, Qi et al. 2024, arXiv 2401.10241. Input gradients (B) go to the previous stage at
+once; weight gradients may be deferred by some slots, which shortens the first slots' backward path
+through the pipeline and fills its end. The delay is chosen for every stage in the simulator, within
+the available memory: first among delays that grow with the number of preceding stages, as later
+stages have gaps later, then one stage at a time. Stages without memory for it, or without a gain,
+compute both parts together.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.trace import BACKWARD, FORWARD, WEIGHTS
 
 Delay = int | None
-LEAST_GAIN = 1e-3  # of a step, for which backwards have two parts
-LEAST_STEP = 1e-4  # of a step, for which the search goes on
+LEAST_GAIN = 1e-3  # of a step, for which backwards are split
+LEAST_STEP = 1e-4  # of a step, for which the search continues
 TRIED = 16  # neighbours of delays that are simulated with all replicas
-SLOTS_PER_STAGE = 8  # that are simulated in the search, at most: more of the same between them
-MOST_PASSES = 1 << 15  # slots of all stages that are simulated in the search, where that is enough
+SLOTS_PER_STAGE = 8  # simulated in the search, at most: the middle slots repeat
+MOST_PASSES = 1 << 15  # slots of all stages that are simulated in the search, if that is enough
 AT_ONCE = 1 << 20  # passes of all ranks in steps that are simulated together
 MOST_BLOCKS = 32  # of neighbouring stages whose delays are changed together
-SLOPES = (0.0, 0.5, 1.0, 1.5, 2.0)  # slots for every stage before, where the search begins
+SLOPES = (0.0, 0.5, 1.0, 1.5, 2.0)  # slots per preceding stage, initial values of the search
 
 
 def timed(
@@ -46,15 +46,16 @@ def timed(
     draws: Draws | None = None,
     thorough: bool = False,
 ) -> tuple[Layout, float]:
-    """The layout with the best delays, where the cluster splits backwards, and the mean time of its
-    steps over some global batches.
+    """Return the layout with the best delays, and the mean time of its steps over some batches.
+
+    Without split backwards in the cluster, the layout is unchanged.
 
     Args:
-        layout: with whole backwards, which it keeps where two parts gain less than `LEAST_GAIN`.
-        numbers: of the batches.
-        draws: the batches; None = drawn anew.
-        thorough: the search goes on with all replicas, at ten times the time; of several batches,
-            as delays that are best for one small batch may be bad for others. Not of steps of more
+        layout: with unsplit backwards, which it keeps if the split gains less than `LEAST_GAIN`.
+        numbers: indices of the batches.
+        draws: the batches; None = new ones.
+        thorough: continue the search with all replicas, at ten times the time; use several batches,
+            as delays that are best for one small batch may be bad for others. Not for steps of more
             than `MOST_PASSES`.
     """
     draws = draws or Draws(profile, cluster)
@@ -80,18 +81,20 @@ def timed(
     if split_s > whole_s * (1 - LEAST_GAIN):
         return layout, whole_s
     chosen = [
-        # nobody waits for the gradients of a first stage's inputs
+        # nothing waits for the gradients of a first stage's inputs
         None if m is None or (not delay and not split_steps[0].before(stage)) else delay
         for stage, (m, delay) in enumerate(zip(most, delays, strict=True))
     ]
     split = with_delays(layout, chosen)
-    # reductions are hidden otherwise behind a backward that has no parts after all
+    # a stage whose backward is not split after all overlaps its reductions differently
     return split, split_s if chosen == delays else mean_s(split)
 
 
 def most_delays(profile: Profile, layout: Layout, limit_gib: float) -> list[Delay]:
-    """By stage in pipeline order, the most slots that gradients of weights may wait in so much
-    memory; None where there is nothing to wait, or no room."""
+    """Return by stage the most slots by which weight gradients can be deferred within memory.
+
+    None if a stage has no weight gradients, or no room.
+    """
     count = sum(unit.pp for unit in layout.units)
     # peaks grow by the same bytes for every slot
     at_once, later = (
@@ -110,8 +113,7 @@ def most_delays(profile: Profile, layout: Layout, limit_gib: float) -> list[Dela
 
 
 def with_delays(layout: Layout, delays: Sequence[Delay]) -> Layout:
-    """The layout with these delays by stage in pipeline order; units that recompute activations
-    have none."""
+    """Return the layout with these delays by stage; units that recompute activations have none."""
     units, left = [], iter(delays)
     for unit in layout.units:
         mine = [next(left) for _ in range(unit.pp)]
@@ -121,16 +123,15 @@ def with_delays(layout: Layout, delays: Sequence[Delay]) -> Layout:
 
 
 def whole(layout: Layout) -> Layout:
-    """The layout with backwards of one part."""
+    """Return the layout with unsplit backwards."""
     return with_delays(layout, [None] * sum(unit.pp for unit in layout.units))
 
 
 def _best(pipelines: list[Pipeline], most: list[int], thorough: bool) -> tuple[list[int], float]:
-    """The best delays found by stage, none above `most`, and the mean time of the steps.
+    """Return the best delays found by stage, none above `most`, and the mean time of the steps.
 
-    They are searched for with one replica per stage and the first and last slots, which takes a
-    hundredth of the time: of mean durations, and of the longest, as units wait for all replicas of
-    others.
+    The search uses one replica per stage and the first and last slots, which takes a hundredth of
+    the time: with mean durations, and with the longest, as units wait for all replicas of others.
     """
     depth = pipelines[0].to_end.max() - pipelines[0].to_end
     starts = np.unique(
@@ -156,19 +157,21 @@ def _best(pipelines: list[Pipeline], most: list[int], thorough: bool) -> tuple[l
     best_s, delays = min(zip(times_s.tolist(), found, strict=True))
     slots, stages, _ = pipelines[0].forward_s.shape
     if thorough and slots * stages <= MOST_PASSES:
-        # of neighbours that are fast with the longest durations, the last of `ones`
+        # only for neighbours that are fast with the longest durations, the last of `ones`
         best_s, delays = _climbed(every, most, best_s, delays, ones)
     return delays, best_s
 
 
 def _means_s(steps: list[Delayed], delays: NDArray[np.int64]) -> Floats:
-    """[K] mean times of the steps for each of some delays [K, S]."""
+    """Return [K] mean times of the steps for each of some delays [K, S]."""
     return np.mean([step.times_s(delays) for step in steps], axis=0)
 
 
 def _of_one(pipeline: Pipeline, summary: Callable[[Floats], Floats]) -> Pipeline:
-    """The pipeline with one replica per stage, of a summary [n, S] of all replicas' times, and of
-    many slots the first and last."""
+    """Return the pipeline with one replica per stage and only the first and last of many slots.
+
+    Its times are a summary [n, S] of all replicas' times.
+    """
     slots, stages, _ = pipeline.forward_s.shape
     ends = min(slots, SLOTS_PER_STAGE * stages, max(2 * stages, MOST_PASSES // stages))
     kept = np.r_[: ends // 2, slots - (ends - ends // 2) : slots]
@@ -189,12 +192,13 @@ def _climbed(
     delays: list[int],
     quick: list[Delayed] | None = None,
 ) -> tuple[float, list[int]]:
-    """Better delays, one block of stages or all stages changed at a time; of equal ones the
-    smallest sum.
+    """Return better delays, changing one block of stages or all stages at a time.
+
+    Among equal times the smallest sum wins.
 
     Args:
-        quick: steps that take less time, in which only the `TRIED` fastest neighbours are
-            chosen; None = all are tried.
+        quick: cheaper steps, by which the `TRIED` fastest neighbours are preselected; None = all
+            are tried.
     """
     while True:
         tried = np.unique([*_changed(delays, most)], axis=0) if any(most) else np.array([delays])
@@ -209,7 +213,7 @@ def _climbed(
 
 
 def _changed(delays: list[int], most: list[int]) -> Iterator[list[int]]:
-    """Neighbours of some delays within `most`."""
+    """Yield neighbours of some delays within `most`."""
     now, tops = np.array(delays), np.array(most)
     for block in np.array_split(np.arange(len(now)), min(len(now), MOST_BLOCKS)):
         for other in (0 * now, now - 1, now + 1, now + 2, 2 * now, tops):

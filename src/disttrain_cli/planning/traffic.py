@@ -1,4 +1,4 @@
-"""What crosses the links in one step of a layout, and what CPU nodes have to deliver to it."""
+"""Traffic over the links in one step of a layout, and the throughput required of CPU nodes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from disttrain_cli.spec.work import Work
 def traffic_of(
     profile: Profile, layout: Layout, stages: list[CostedStage], gpus_per_node: int
 ) -> list[Traffic]:
-    """Messages of one step by kind and unit; kinds that send nothing are left out."""
+    """Return the messages of one step by kind and unit; kinds that send nothing are omitted."""
     rows = _crossings(profile, layout, stages, gpus_per_node)
     for unit in layout.units:
         of_unit = [stage for stage in stages if stage.unit is unit]
@@ -44,7 +44,7 @@ def traffic_of(
 def _crossings(
     profile: Profile, layout: Layout, stages: list[CostedStage], gpus_per_node: int
 ) -> list[Traffic]:
-    """Activations and gradients over the cuts between stages, those inside a unit added up."""
+    """Return activations and gradients over the cuts between stages; those inside a unit summed."""
     rows: dict[tuple[str, str | None, bool], Traffic] = {}
     for before, after in crossings(stages):
         inside = in_one_node(ends_of(before, after), gpus_per_node)
@@ -60,7 +60,7 @@ def _crossings(
             rank_s=rank_bytes / (profile.links.of(inside).p2p_gbps * GIGABIT_BYTES),
         )
         key = (row.unit, row.to, inside)
-        if key in rows:  # of the cuts inside a unit the busiest rank counts
+        if key in rows:  # for cuts inside a unit the busiest rank counts
             other = rows[key]
             row = (row if row.rank_gib > other.rank_gib else other).model_copy(
                 update={"job_gib": row.job_gib + other.job_gib}
@@ -72,8 +72,10 @@ def _crossings(
 def _over_replicas(
     profile: Profile, layout: Layout, of_unit: list[CostedStage], gpus_per_node: int
 ) -> list[Traffic]:
-    """Reduction of gradients, and under ZeRO-1 gathering of weights, over the ranks of each of a
-    unit's stages that hold the same ones."""
+    """Return the reduction of gradients and, under ZeRO-1, gathering of weights for a unit.
+
+    They run over the ranks of each stage that hold the same parameters.
+    """
     unit = of_unit[0].unit
     total = sum(stage.trained for stage in of_unit)
     fullest = max(of_unit, key=lambda stage: stage.trained)
@@ -106,8 +108,7 @@ def _over_replicas(
 
 
 def _tensor_parallel(profile: Profile, layout: Layout, of_unit: list[CostedStage]) -> list[Traffic]:
-    """Messages inside the TP groups of a unit (their time is part of the layers' own, or of the
-    reduction)."""
+    """Return messages inside a unit's TP groups; their time is part of layers and reduction."""
     unit = of_unit[0].unit
     if unit.tp == 1:
         return []
@@ -138,7 +139,7 @@ def _tensor_parallel(profile: Profile, layout: Layout, of_unit: list[CostedStage
 def _context_parallel(
     profile: Profile, layout: Layout, of_unit: list[CostedStage]
 ) -> list[Traffic]:
-    """Messages inside the CP groups of a unit (their time is part of the layers' own)."""
+    """Return messages inside the CP groups of a unit; their time is part of the layers' own."""
     unit = of_unit[0].unit
     own = {
         name: rows(profile, name, profile.modules[name].work_per_sequence)
@@ -155,7 +156,7 @@ def _context_parallel(
         for stage in of_unit
     ]
     rank_bytes = max(stages)
-    exchanged = rank_bytes * unit.cp / max(1, unit.cp - 1)  # what stays on a rank among it
+    exchanged = rank_bytes * unit.cp / max(1, unit.cp - 1)  # including a rank's own share
     latency_s, all_s = (messages_s(profile, unit.shape, size) for size in (0.0, exchanged))
     return [
         Traffic(
@@ -172,14 +173,16 @@ def _context_parallel(
 def _sent_bytes(
     profile: Profile, layout: Layout, unit: UnitPlan, name: str, kind: str, does: Backward
 ) -> float:
-    """Bytes that a layer's TP groups move over the link of one rank each for a global batch, all
-    replicas' together."""
+    """Return the bytes over one rank's link in a layer's TP groups for a global batch.
+
+    Summed over all replicas.
+    """
     module = profile.modules[name]
     if module.work_per_sequence == Work():
         return 0.0
     sent = module.costs[kind].tp[str(unit.tp_of(name))].sent_bytes
     back: Pass = "backward" if does == "trained" else "backward_input"
-    if unit.checkpointing:  # only gradients of weights need rows that are gathered again
+    if unit.checkpointing:  # only weight gradients need rows that are gathered again
         again = unit.tp_overlap and does == "trained" and "recomputing_overlapped" in sent
         back = "recomputing_overlapped" if again else "recomputing"
     passes: list[Pass] = ["forward"] if does == "still" else ["forward", back]
@@ -191,8 +194,7 @@ def _sent_bytes(
 def preprocess_need(
     profile: Profile, sequences_per_s: float, cores_per_host: int
 ) -> PreprocessNeed | None:
-    """Cores and hosts that prepare so many sequences per second; None where the profile has no
-    rate.
+    """Return cores and hosts that prepare so many sequences per second; None without a rate.
 
     The measured time of a sequence includes its images.
     """

@@ -1,4 +1,4 @@
-"""How modules group into units, and the numbers of a unit that every option needs."""
+"""Grouping of modules into units, and the numbers of a unit that every option needs."""
 
 from __future__ import annotations
 
@@ -28,39 +28,39 @@ from disttrain_cli.spec.stage_graph import in_line, neighbours
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-#: Of a sequence on each rank where keys and values are gathered: two chunks (`models.levelling`) of
-#: a kernel's tile of queries.
+#: Fewest tokens of a sequence on each rank with gathered keys and values: two chunks
+#: (`models.levelling`) of a kernel's tile of queries.
 LEAST_TOKENS = 256
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """What a layout must fit into, and what it may do to be faster."""
+    """Constraints of a layout, and its allowed features."""
 
     gpus: int
     gpus_per_node: int
-    memory_gib: float  # of one device, that a layout may use
+    memory_gib: float  # of one device, usable by a layout
     zero_stage: Literal[0, 1]
     batch: int  # packed sequences per step
-    trained: tuple[str, ...] | None = None  # what is trained (`costs.freezing`); None = everything
+    trained: tuple[str, ...] | None = None  # trained modules (`costs.freezing`); None = all
     # policy under which global batches are simulated
     ordering: Ordering = "paper"
     cpu_node_cores: int = 64  # of one preprocessing node
-    margin_gib: float = 0.0  # of a device's memory, that layouts leave free beyond that
-    # of activations; auto = for each unit what is faster
+    margin_gib: float = 0.0  # of a device's memory, left free in addition
+    # of activations; auto = the faster choice for each unit
     checkpointing: Literal["none", "full", "auto"] = "none"
     most_tp: int | None = None  # largest TP degree; None = what fits a node
     most_cp: int | None = None  # largest CP degree; None = any
-    over_nodes: bool = True  # CP groups may lie on several nodes
-    cp_comm_types: tuple[CpCommType, ...] = ("a2a", "all_gather")  # that CP groups may have
-    splits: bool = False  # backwards into two parts (`planning.splitting`)
-    overlaps: bool = False  # reductions and gathers with passes (`costs.overlap`)
-    hides: bool = False  # a TP group's messages behind products, where that is faster
-    climbs: bool = True  # the best layouts to better neighbours (`planning.climb`)
+    over_nodes: bool = True  # CP groups may span several nodes
+    cp_comm_types: tuple[CpCommType, ...] = ("a2a", "all_gather")  # allowed for CP groups
+    splits: bool = False  # split backward (`planning.splitting`)
+    overlaps: bool = False  # reductions and gathers overlapped with passes (`costs.overlap`)
+    hides: bool = False  # a TP group's messages overlapped with GEMMs, if that is faster
+    climbs: bool = True  # hill climb from the best layouts (`planning.climb`)
 
 
 class Shapes(Protocol):
-    """A table with a shape in each row, as columns."""
+    """Table with a shape in each row, as columns."""
 
     @property
     def tp(self) -> Ints: ...
@@ -73,7 +73,7 @@ class Shapes(Protocol):
 
 
 def shape_at(table: Shapes, row: int, *, dp: int = 1, pp: int = 1) -> ParallelShape:
-    """The shape in a row of a table."""
+    """Return the shape in a row of a table."""
     return ParallelShape(
         tp=int(table.tp[row]),
         cp=int(table.cp[row]),
@@ -86,8 +86,10 @@ def shape_at(table: Shapes, row: int, *, dp: int = 1, pp: int = 1) -> ParallelSh
 
 @dataclass(frozen=True)
 class Kinds:
-    """The distinct layers of a unit: L layers, K kinds, V variants (a TP and a CP degree, with or
-    without checkpointing, rows exchanged for heads or keys and values gathered)."""
+    """Distinct layers of a unit: L layers, K kinds, V variants.
+
+    A variant is a TP and a CP degree, with or without checkpointing, and a `cp_comm_type`.
+    """
 
     of: Ints  # [L] kind of each layer
     count: Ints  # [K]
@@ -97,12 +99,12 @@ class Kinds:
     recompute: NDArray[np.bool_]  # [V]
     base_ms: Floats  # [V, K] forward + backward + transfers: base + slope · sequences
     slope_ms: Floats
-    # [V, K] weights, gradients, optimizer on one rank: kept by each replica, shared by all
+    # [V, K] weights, gradients, optimizer on one rank: held by each replica, sharded over all
     kept_gib: Floats
     shared_gib: Floats
     # [V, 4, K] of one slot on one rank, by its replica's work (`costs.activations.worst_mix`)
     activation_gib: Floats
-    # [V, 4, K] the most of one slot that a layer holds while it runs, what it keeps among it
+    # [V, 4, K] peak of one slot while a layer runs, including its saved activations
     working_gib: Floats
 
     @property
@@ -111,8 +113,10 @@ class Kinds:
         return self.tp * self.cp
 
     def variant(self, shape: ParallelShape) -> int | None:
-        """Number of the variant of a shape; None where there is none, or the other way of its CP
-        groups is better everywhere."""
+        """Return the variant index of a shape; None if it does not exist or is dominated.
+
+        It is dominated if the other `cp_comm_type` is better everywhere.
+        """
         gathers = shape.cp_comm_type == "all_gather"
         same = (self.tp == shape.tp) & (self.cp == shape.cp) & (self.all_gather == gathers)
         found = np.flatnonzero(same & (self.recompute == shape.recompute))
@@ -120,19 +124,19 @@ class Kinds:
 
 
 def sharing(cluster: Cluster, *, cp: int) -> ParallelShape:
-    """A stage whose CP groups attend in the way that fits most heads, of those that are allowed."""
+    """Return a stage shape whose CP groups use the most permissive allowed `cp_comm_type`."""
     return ParallelShape(cp=cp, cp_comm_type=cluster.cp_comm_types[-1])
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Consecutive modules that will share one (TP, CP, DP, PP)."""
+    """Consecutive modules that share one (TP, CP, DP, PP)."""
 
     name: str
     modules: tuple[str, ...]
     profile: Profile
     cluster: Cluster
-    #: modules that TP does not divide: their items are dealt out (`UnitPlan.module_tp`)
+    #: modules replicated over TP, their items distributed (`UnitPlan.module_tp`)
     replicated: tuple[str, ...] = ()
 
     @cached_property
@@ -150,11 +154,11 @@ class Unit:
 
     @cached_property
     def divided(self) -> list[str]:
-        """Modules that TP divides."""
+        """Modules that TP shards."""
         return [name for name in self.modules if name not in self.replicated]
 
     def _parts(self, shape: ParallelShape) -> list[tuple[list[str], ParallelShape]]:
-        """Modules one after the other, each with the shape that divides it."""
+        """Return the modules in order, each with the shape that shards it."""
         whole = replace(shape, tp=1)
         return [([name], whole if name in self.replicated else shape) for name in self.modules]
 
@@ -162,8 +166,8 @@ class Unit:
     def tps(self) -> list[int]:
         """TP degrees that were profiled, are allowed, and fit evenly into a node.
 
-        Powers of two, and the whole node: each divides all larger ones, so that groups of any units
-        beside each other stay inside nodes (`stage_graph`).
+        Powers of two, and the entire node: each divides all larger ones, so that groups of any
+        adjacent units stay inside nodes (`stage_graph`).
         """
         node = self.cluster.gpus_per_node
         return [
@@ -177,10 +181,12 @@ class Unit:
 
     @cached_property
     def widths(self) -> list[tuple[int, int]]:
-        """(TP, CP) degrees that are allowed, and together fit evenly into a node, as TP does
-        alone, or are whole nodes."""
+        """(TP, CP) degrees that are allowed and together fit evenly into a node or fill nodes.
+
+        TP alone fits into a node.
+        """
         node = self.cluster.gpus_per_node
-        # whether messages of groups on several nodes have a price
+        # True if the profile has costs for groups that span several nodes
         priced = self.profile.links.gpus_per_node == node
         room = max(node, self.cluster.gpus) if priced and self.cluster.over_nodes else node
         most = self.cluster.most_cp or room
@@ -198,13 +204,15 @@ class Unit:
 
     @cached_property
     def gathers(self) -> bool:
-        """True if its CP groups may gather keys and values: those of the LLM, whose tokens can be
-        levelled. Of encoders, which have as many heads of these as of queries, it sends no less."""
+        """True if its CP groups may gather keys and values.
+
+        Those of the LLM may, whose tokens can be balanced. In encoders, which have as many heads of
+        keys and values as of queries, gathering sends no less.
+        """
         return self.holds_llm and "all_gather" in self.cluster.cp_comm_types
 
     def ways(self, *, tp: int, cp: int) -> list[ParallelShape]:
-        """The shapes of a replica's stage at these degrees, one for each way in which its CP groups
-        may attend."""
+        """Return the shapes of a replica's stage at these degrees, one per `cp_comm_type`."""
         length = self.profile.inputs.sequence_length
         enough = cp > 1 and self.gathers and length >= LEAST_TOKENS * tp * cp
         kinds: tuple[CpCommType, ...] = ("a2a", "all_gather") if enough else ("a2a",)
@@ -215,8 +223,8 @@ class Unit:
     def ends_ms(self) -> tuple[Floats, Floats]:
         """Transfers at the unit's two ends, forward and gradient, as (base, slope) per layer [L].
 
-        A transfer holds up the rank at either end for latency + bytes / bandwidth; it is counted
-        with the first layer (from every unit before) and the last one (to the unit after).
+        A transfer blocks the rank at either end for latency + bytes / bandwidth; it is counted with
+        the first layer (from every unit before) and the last one (to the unit after).
         """
         base, slope = np.zeros(self.layers), np.zeros(self.layers)
         names = list(self.profile.modules)
@@ -230,17 +238,19 @@ class Unit:
         return base, slope
 
     def overlaps(self, shape: ParallelShape) -> bool:
-        """True if the messages of its TP groups travel behind products: where that is faster."""
+        """Return True if overlapping its TP messages with GEMMs is faster."""
         if not self.cluster.hides or shape.tp == 1:
             return False
         alike = replace(shape.of_replica, cp_comm_type="a2a")
         return overlap_helps(self.profile, self.divided, alike, self.cluster.trained)
 
     def layer_ms(self, shape: ParallelShape, overlap: bool | None = None) -> tuple[Floats, Floats]:
-        """Forward + backward + transfers of every layer as (base, slope per sequence), in ms.
+        """Return time and transfers of every layer as (base, slope per sequence), in ms.
+
+        The time is that of forward and backward.
 
         Args:
-            overlap: the TP group's messages travel behind products; None = where that is faster.
+            overlap: TP messages overlap with GEMMs; None = if that is faster.
         """
         shape = shape.of_replica
         question = (shape, overlap)
@@ -262,9 +272,11 @@ class Unit:
     def _dealt_ms(
         self, name: str, base: Floats, slope: Floats, *, tp: int
     ) -> tuple[Floats, Floats]:
-        """Times of the layers of a module whose items are dealt out, on the busiest of `tp` ranks,
-        which has half an item more than its share at most, in the mean (`objective.busiest_load`);
-        with what they exchange, on the last layer."""
+        """Return layer times of a module whose items are distributed, on the busiest of `tp` ranks.
+
+        The mean excess over its share is at most half an item (`objective.busiest_load`); the last
+        layer includes the exchanges.
+        """
         work = self.profile.modules[name].work_per_sequence
         if not work.items:
             return base, slope
@@ -281,13 +293,12 @@ class Unit:
 
     @cached_property
     def answers(self) -> dict[Hashable, Any]:
-        """What `remembered` functions said of the unit."""
+        """Cached results of functions decorated with `remembered`."""
         return {}
 
     @cached_property
     def kinds(self) -> Kinds:
-        """Time and memory of the unit's layers at every TP and CP degree, equal ones counted
-        once."""
+        """Time and memory of the unit's layers at every TP and CP degree, by kind of layer."""
         cluster = self.cluster
         # clusters of other sizes, or for other batches, have the same layers
         alike = Cluster(
@@ -304,7 +315,7 @@ class Unit:
         return _kinds(self.profile, self.modules, self.replicated, alike, self.widths)
 
     def kinds_at(self, widths: Sequence[tuple[int, int]]) -> Kinds:
-        """`kinds` at these (TP, CP) degrees."""
+        """Return `kinds` at these (TP, CP) degrees."""
         choices = {"none": [False], "full": [True], "auto": [False, True]}[
             self.cluster.checkpointing
         ]
@@ -341,7 +352,7 @@ class Unit:
         )
 
     def _undominated(self, shapes: list[ParallelShape]) -> list[ParallelShape]:
-        """The ways of a CP group that are faster or take less memory than the other somewhere."""
+        """Return the shapes of a CP group that are faster or smaller than the other somewhere."""
         for shape in shapes:
             self._columns[shape] = self._columns_of(shape)
         if len(shapes) == 1:
@@ -359,7 +370,7 @@ class Unit:
         return {}
 
     def _columns_of(self, shape: ParallelShape) -> Floats:
-        """[12, L] base and slope of times, states, memory of a slot, and of a running layer."""
+        """Return [12, L]: base and slope of times, states, memory of a slot and when running."""
         known, trained = (self.profile, self.modules), self.cluster.trained
         overlap = self.overlaps(shape)
         if self.replicated:
@@ -378,8 +389,10 @@ class Unit:
         return np.vstack([*times, *(row / GIB for row in memory)])
 
     def _memory_of(self, name: str, shape: ParallelShape, overlap: bool, *, ranks: int) -> Floats:
-        """[10, L] bytes of the layers of one module on one of the `ranks` of a TP group; where
-        items are dealt out over these, of the busiest one (`costs.activations.worst_work`)."""
+        """Return [10, L] bytes of one module's layers on one of the `ranks` of a TP group.
+
+        If items are distributed over these, on the busiest one (`costs.activations.worst_work`).
+        """
         known, trained = (self.profile, [name]), self.cluster.trained
         states = state_bytes(*known, self.cluster.zero_stage, trained, tp=shape.tp)
         shares = [
@@ -395,7 +408,7 @@ class Unit:
 
     @cached_property
     def allowed(self) -> NDArray[np.bool_] | None:
-        """[L+1, L+1] which layer ranges may form a stage; None = any."""
+        """[L+1, L+1] mask of layer ranges that may form a stage; None = any."""
         if not self.replicated:
             return None
         mask = np.ones((self.layers + 1, self.layers + 1), dtype=bool)
@@ -422,8 +435,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def remembered(function: Function) -> Function:
-    """A pure function of a unit and numbers, which the searches over one unit ask again and
-    again."""
+    """Cache a pure function of a unit and numbers on the unit, for repeated searches."""
 
     @wraps(function)
     def answer(unit: Unit, *numbers: Hashable) -> Any:
@@ -436,11 +448,11 @@ def remembered(function: Function) -> Function:
 
 
 def groupings(profile: Profile, cluster: Cluster, strategy: Strategy) -> list[list[Unit]]:
-    """The units that a strategy's layouts may have, in pipeline order; the most units first.
+    """Return the units that a strategy's layouts may have, in pipeline order; the most units first.
 
     `auto`: the LLM's unit holds any run of encoders directly before the LLM and of generators
-    directly behind it, each divided by its TP or whole on every rank (`replicating`); every other
-    module is a unit of its own. `megatron` puts every module into one unit, in all of these
+    directly after it, each sharded by its TP or replicated on every rank (`replicating`); every
+    other module is a unit of its own. `megatron` puts every module into one unit, in all of these
     ways, `disaggregated` each into its own, as far as there are GPUs for it.
 
     Raises:
@@ -483,18 +495,17 @@ def groupings(profile: Profile, cluster: Cluster, strategy: Strategy) -> list[li
 
 
 def holder_of(units: list[Unit]) -> int:
-    """Number of the unit that holds the LLM; those before it hold encoders and stand side by
-    side."""
+    """Return the index of the unit with the LLM; units before it hold parallel encoders."""
     return next(number for number, unit in enumerate(units) if unit.holds_llm)
 
 
 def units_after(units: list[Unit]) -> list[int]:
-    """Units behind each one on its own line."""
+    """Return the number of units after each one on its own branch."""
     return [count - 1 for count in in_line([1] * len(units), holder_of(units))]
 
 
 def units_of(profile: Profile, cluster: Cluster, layout: Layout) -> list[Unit]:
-    """The units of a layout, for its times by the formula."""
+    """Return the units of a layout, for its times by the formula."""
     return [
         Unit(plan.name, tuple(plan.modules), profile, cluster, plan.replicated)
         for plan in layout.units
@@ -502,8 +513,10 @@ def units_of(profile: Profile, cluster: Cluster, layout: Layout) -> list[Unit]:
 
 
 def replicating(unit: Unit) -> list[Unit]:
-    """The LLM's unit with some of the encoders and generators beside it whole on every rank of its
-    TP groups, every choice of them; none where TP has one degree."""
+    """Return the LLM's unit with every choice of its other modules replicated over TP.
+
+    Empty if TP has one degree only.
+    """
     others = [name for name in unit.modules if name != unit.profile.inputs.llm]
     made = [
         replace(unit, replicated=names)

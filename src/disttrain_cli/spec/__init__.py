@@ -1,7 +1,7 @@
-"""The typed, versioned artefacts that pass between commands and rooms; nothing here imports torch.
+"""Typed, versioned artefacts that pass between commands and subpackages; no imports of torch.
 
-`runfile` what the user writes · `inputs` what a model asks of its data · `profile` what things cost
-· `plan` who runs what · `stage_graph` who is before and after whom · `index` the sizes of every
-sample · `work` the amounts that costs depend on · `trace` the columns of a trace · `files` reading,
-writing and fingerprints · `rundir` where artefacts lie.
+`runfile` the user's configuration · `inputs` a model's data requirements · `profile` costs · `plan`
+placement of modules on ranks · `stage_graph` order of stages · `index` sizes of every sample ·
+`work` the amounts that costs depend on · `trace` the columns of a trace · `files` reading, writing
+and fingerprints · `rundir` locations of artefacts.
 """

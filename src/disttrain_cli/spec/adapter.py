@@ -1,9 +1,8 @@
-"""What a folder of peft's says of its adapter: adapter_config.json, and the names in
-adapter_model.safetensors.
+"""Reader of a peft adapter folder: adapter_config.json, and the names in adapter_model.safetensors.
 
-peft calls an adapter's parameter by the place of its linear in the adapted model, one of
-transformers or diffusers: base_model.model.PLACE.lora_A.weight. What is trained whole beside
-adapters (`modules_to_save`) is called as in that model: base_model.model.PLACE.weight.
+peft names an adapter's parameter by the path of its linear in the adapted model, one of
+transformers or diffusers: base_model.model.PATH.lora_A.weight. A parameter trained in full next to
+adapters (`modules_to_save`) is named as in that model: base_model.model.PATH.weight.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ from disttrain_cli.spec.files import parse_json
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 BASE = "base_model_name_or_path"
-#: Where peft's models hold the adapted one.
+#: Prefix of the adapted model's names in peft's model.
 PREFIX = "base_model.model."
-FIRST = ".lora_A.weight"  # how the name of an adapter's first matrix ends
-#: Fields that are read, and what they may be.
+FIRST = ".lora_A.weight"  # suffix of an adapter's first matrix
+#: Fields that are read, with their types.
 _KINDS: dict[str, tuple[type, ...]] = {
     "r": (int,),
     "lora_alpha": (int,),
@@ -33,14 +32,13 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "rank_pattern": (dict,),
     "alpha_pattern": (dict,),
 }
-#: Those that change what a trained adapter computes.
+#: Fields that change the result of a trained adapter.
 NUMBERS = ("r", "lora_alpha", "use_rslora")
-#: Fields of peft's configuration that change what an adapter computes, and the values that mean
-#: nothing.
+#: Fields of peft's configuration that change an adapter's computation, and their neutral values.
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
-    # others are of a model whose own weights they have changed
+    # other values modify the base model's own weights
     "init_lora_weights": (True, False, None, "gaussian", "orthogonal", "eva"),
     **dict.fromkeys(
         (
@@ -66,13 +64,13 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
 
 
 def read_fields(folder: Path, field: str) -> dict[str, Any]:
-    """The fields of an adapter's configuration that are read here, those that say something.
+    """Return the non-empty fields of an adapter's configuration that are read here.
 
     Args:
-        field: what names the folder, as the user wrote it.
+        field: field of the run file that names the folder, for error messages.
 
     Raises:
-        SpecError: it is missing or damaged, or the adapter is of a kind that is not computed here.
+        SpecError: it is missing or damaged, or the adapter is of an unsupported kind.
     """
     again = f"Correct {field}."
     described = parse_json(folder / CONFIG, "adapter configuration", again)
@@ -93,7 +91,7 @@ def read_fields(folder: Path, field: str) -> dict[str, Any]:
 
 
 def read_names(folder: Path) -> list[str]:
-    """Names of an adapter's tensors as the adapted model has them, without peft's prefix.
+    """Return the names of an adapter's tensors as in the adapted model, without peft's prefix.
 
     Raises:
         SpecError: the file is missing or damaged.
@@ -113,18 +111,19 @@ def read_names(folder: Path) -> list[str]:
 
 
 def places_of(names: Collection[str]) -> list[str]:
-    """Places of the linears that have adapters."""
+    """Return the paths of the linears that have adapters."""
     return [name.removesuffix(FIRST) for name in names if name.endswith(FIRST)]
 
 
 def of_places(
     fields: Mapping[str, Any], places: Sequence[str], folder: Path, field: str
 ) -> dict[str, Any]:
-    """The fields of the adapters at some places: with r and lora_alpha that `rank_pattern` and
-    `alpha_pattern` give them.
+    """Return the fields of the adapters at some paths, with r and lora_alpha resolved.
+
+    `rank_pattern` and `alpha_pattern` override the defaults.
 
     Raises:
-        SpecError: they have several.
+        SpecError: the adapters have several values.
     """
     found = dict(fields)
     for number, patterns in (("r", "rank_pattern"), ("lora_alpha", "alpha_pattern")):
@@ -139,7 +138,7 @@ def of_places(
 
 
 def numbers_at(fields: Mapping[str, Any], place: str) -> tuple[int, int]:
-    """r and lora_alpha of the adapter at a place."""
+    """Return r and lora_alpha of the adapter at a path."""
     return (
         int(_by_pattern(fields.get("rank_pattern", {}), place, fields["r"])),
         int(_by_pattern(fields.get("alpha_pattern", {}), place, fields["lora_alpha"])),
@@ -147,7 +146,7 @@ def numbers_at(fields: Mapping[str, Any], place: str) -> tuple[int, int]:
 
 
 def _by_pattern(patterns: Mapping[str, Any], place: str, default: Any) -> Any:
-    """As peft decides it (`peft.utils.other.get_pattern_key`)."""
+    """Return the value for a path by peft's rule (`peft.utils.other.get_pattern_key`)."""
     found = (name for name in patterns if re.match(rf"(.*\.)?({name})$", place))
     return patterns.get(next(found, ""), default)
 

@@ -1,4 +1,4 @@
-"""Sizes of images to generate, and which of them an image is brought to."""
+"""Sizes of images to generate, and the assignment of images to them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from disttrain_cli.spec.files import Strict
 
 
 class Buckets(Strict):
-    """A list of sizes of about equal area: every image goes to the one whose aspect ratio is
-    nearest to its own, is resized to cover it, and loses what sticks out at both ends (as NovelAI's
-    aspect ratio bucketing, 2022)."""
+    """List of sizes of about equal area.
+
+    Every image is assigned to the size of the nearest aspect ratio, is resized to cover it, and
+    cropped at both ends (as in NovelAI's aspect ratio bucketing, 2022).
+    """
 
     grids: list[tuple[int, int]] = Field(
         min_length=1, description="Rows and columns of patches of each size."
@@ -21,8 +23,10 @@ class Buckets(Strict):
     patch: int = Field(ge=1, description="Side of a patch in what is denoised.")
 
     def nearest(self, sizes_px: Any) -> Any:
-        """Grids [N, 2] (rows, columns) of images of these widths and heights [N, 2], int64; of
-        equally near ones the first."""
+        """Return grids [N, 2] (rows, columns), int64, for images of these widths, heights [N, 2].
+
+        Among equally near ones the first is used.
+        """
         import numpy as np
 
         grids = np.array(self.grids, dtype=np.int64)
@@ -32,14 +36,14 @@ class Buckets(Strict):
         return grids[np.abs(ratios[:, None] - own).argmin(axis=1)]
 
     def image_px(self, grid: tuple[int, int]) -> tuple[int, int]:
-        """Height and width of images of a grid."""
+        """Return height and width of images of a grid."""
         return grid[0] * self.patch_px, grid[1] * self.patch_px
 
     def denoised(self, grid: tuple[int, int]) -> tuple[int, int]:
-        """Height and width of what is denoised of them."""
+        """Return height and width of the denoised tensor for a grid."""
         return grid[0] * self.patch, grid[1] * self.patch
 
     @property
     def largest(self) -> tuple[int, int]:
-        """The grid of most patches."""
+        """Grid with the most patches."""
         return max(self.grids, key=lambda grid: grid[0] * grid[1])

@@ -1,4 +1,4 @@
-"""What a rule of tiles says of an image."""
+"""Result of a tiling rule for an image."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from typing import Literal, NamedTuple
 #: Width and height in pixels.
 Size = tuple[int, int]
 
-#: The texts before, between and behind the parts of a file: one more than parts.
+#: Texts before, between and after the parts of a file: one more than parts.
 Written = tuple[str, ...]
 
-#: Of a file that is one item and nothing else.
+#: Texts of a file that is a single item.
 ALONE: Written = ("", "")
 
 
 class Cut(NamedTuple):
-    """How an image becomes tiles.
+    """Division of an image into tiles.
 
     Attributes:
-        resized: sizes that it is resized to, one after the other.
+        resized: sizes to which it is resized, one after the other.
         rows, columns: tiles of the last of them.
-        whole: what becomes one more tile beside the others: the image, the resized one, or none.
-        whole_first: that tile goes before the others.
-        canvas: what is resized lies in the middle of black of this size, which is cut.
-        square: bytes of red, green and blue by which the image is filled up to a square first.
+        whole: source of one additional tile: the image, the resized one, or none.
+        whole_first: True if that tile precedes the others.
+        canvas: size of a black canvas on which the resized image is centred before it is cut.
+        square: red, green and blue bytes with which the image is first padded to a square.
     """
 
     resized: tuple[Size, ...]
@@ -36,10 +36,10 @@ class Cut(NamedTuple):
 
     @property
     def parts(self) -> int:
-        """How many tiles there are."""
+        """Number of tiles."""
         return self.rows * self.columns + bool(self.whole)
 
     def place(self, part: int) -> tuple[int, int] | None:
-        """Row and column of a tile; None of the whole."""
+        """Return row and column of a tile; None for the additional one."""
         number = part - (self.whole_first and bool(self.whole))
         return divmod(number, self.columns) if 0 <= number < self.rows * self.columns else None

@@ -1,5 +1,4 @@
-"""One figure of the data that has moved away from what a plan was made for; `data/drift.py` finds
-them."""
+"""Deviation of the data from a plan's assumptions; detected by `data/drift.py`."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ from msgspec import Meta, Struct
 
 
 class Drift(Struct, frozen=True, kw_only=True):
-    """One mean that has moved."""
+    """One mean that has deviated."""
 
     what: Annotated[str, Meta(description="Such as 'images read per sequence'.")]
     planned: Annotated[float, Meta(description="Mean of the sizes that the profile keeps.")]
@@ -24,7 +23,7 @@ class Drift(Struct, frozen=True, kw_only=True):
 
     @property
     def sentence(self) -> str:
-        """For the user."""
+        """One sentence for the user."""
         change = "" if self.change_pct is None else f" ({self.change_pct:+.0f} %)"
         since = "" if self.from_step is None else f", from step {self.from_step} on"
         made_for = f"{self.planned:.3g}" if self.planned else "none"

@@ -1,4 +1,4 @@
-"""The package's extras: what each installs and gives, and the command that installs it here."""
+"""The package's extras: requirement, purpose, and the command that installs each."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Extra(NamedTuple):
 
     @property
     def installed(self) -> bool:
-        """True where its module can be found."""
+        """True if its module can be found."""
         return find_spec(self.module) is not None
 
 
@@ -37,13 +37,16 @@ EXTRAS = {
 
 
 def install_command(name: str) -> str:
-    """What installs an extra's packages here; of torchvision the version that fits torch."""
+    """Return the command that installs an extra's packages; torchvision as torch needs it."""
     words = _torchvision() if name == "generate" else [EXTRAS[name].requirement]
     return shlex.join(["python", "-m", "pip", "install", *words])
 
 
 def _torchvision() -> list[str]:
-    """torchvision 0.N is built for torch 2.(N - 15), each build of it for the same build."""
+    """Return pip's arguments for the torchvision that matches torch.
+
+    torchvision 0.N is built for torch 2.(N - 15), each build of it for the same build.
+    """
     from importlib.metadata import PackageNotFoundError, version  # 20 ms
 
     try:

@@ -1,4 +1,4 @@
-"""Reading and fingerprinting artefacts: what is wrong is refused with the field's path."""
+"""Reading and fingerprinting of artefacts: errors name the field's path."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True)
 
 
-YAML_MIB, JSON_MIB = 16, 256  # of a file at most
+YAML_MIB, JSON_MIB = 16, 256  # largest file
 PIPE_WAIT_S = 20  # for its first byte
 UNION = ("constrained-", "literal[", "dict[", "list[", "function-", "[key]")
-VALUES = ("literal_error", "value_error")  # problems at which a value may have another name here
+VALUES = ("literal_error", "value_error")  # may be another tool's name for a value
 CORRECT = "Correct {path} and run the command again."
 
 ArtefactT = TypeVar("ArtefactT", bound=BaseModel)
 
 
 def fingerprint(value: Any) -> str:
-    """First 16 hex digits of the SHA-256 of `value` (a model or plain data) as canonical JSON."""
+    """Return 16 hex digits of the SHA-256 of `value` (a model or plain data) as canonical JSON."""
     plain = value.model_dump(mode="json") if isinstance(value, BaseModel) else value
     text = json.dumps(plain, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _read_text(path: Path, what: str, next_step: str, most_mib: int) -> str:
-    """The text of a file that a user names, which may be anything; raises SpecError."""
+    """Return the text of a file that a user names, which may be anything; raise SpecError."""
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
             if (
@@ -57,7 +57,7 @@ def _read_text(path: Path, what: str, next_step: str, most_mib: int) -> str:
         return data.decode("utf-8-sig")
     except FileNotFoundError:
         raise SpecError(f"There is no {what} at {path}", next_step=next_step) from None
-    except (OSError, ValueError) as error:  # UnicodeDecodeError is one
+    except (OSError, ValueError) as error:  # includes UnicodeDecodeError
         raise SpecError(f"Cannot read the {what} {path}", str(error), next_step) from None
 
 
@@ -77,7 +77,7 @@ def parse_yaml(path: Path, what: str, next_step: str) -> Any:
 
 
 def parse_json(path: Path, what: str, next_step: str) -> Any:
-    """Read JSON; raises SpecError where it is missing, too large or malformed."""
+    """Read JSON; raise SpecError if it is missing, too large or malformed."""
     try:
         return json.loads(_read_text(path, what, next_step, JSON_MIB))
     except (ValueError, RecursionError) as error:
@@ -92,15 +92,14 @@ def validate(
     next_step: str = "",
     changed: Sequence[tuple[str, ...]] = (),
 ) -> ArtefactT:
-    """Check plain data against `kind`; wrong fields are named: line and path, what was given and
-    what is allowed.
+    """Check plain data against `kind`; errors name line, path, the value and what is allowed.
 
     Args:
-        changed: fields that `--set` changed; what is wrong about them is no fault of the file.
+        changed: fields that `--set` changed; errors in them are not attributed to the file.
 
     Raises:
         SpecError: a field is wrong.
-        UsageError: all that is wrong was set.
+        UsageError: all wrong fields were set by `--set`.
     """
     next_step = next_step or CORRECT.format(path=path)
     if not isinstance(value, dict):
@@ -138,7 +137,7 @@ def validate(
 
 
 def _truths(value: Any, *place: Any) -> Iterator[tuple[tuple[Any, ...], bool]]:
-    """Places of true and false in plain data; pydantic takes them for 1 and 0."""
+    """Yield the paths of booleans in plain data; pydantic converts them to 1 and 0."""
     if isinstance(value, bool):
         yield place, value
     elif isinstance(value, dict | list):
@@ -148,7 +147,7 @@ def _truths(value: Any, *place: Any) -> Iterator[tuple[tuple[Any, ...], bool]]:
 
 
 def _at(read: Any, location: tuple[Any, ...]) -> Any:
-    """The value at a place of a model; None where it was read into something else."""
+    """Return the value at a path of a model; None if it was parsed into something else."""
     for part in location:
         if isinstance(read, BaseModel):
             read = getattr(read, str(part), None)
@@ -161,7 +160,7 @@ def _at(read: Any, location: tuple[Any, ...]) -> Any:
 
 
 def _is_set(location: tuple[Any, ...], changed: Sequence[tuple[str, ...]]) -> bool:
-    """True where a field that was set holds `location`, or lies in it."""
+    """Return True if a field that was set contains `location`, or lies in it."""
     place = tuple(str(part) for part in location)
     return any(place[: len(path)] == path[: len(place)] for path in changed)
 
@@ -172,7 +171,7 @@ def _explain(problem: dict[str, Any], kind: type[BaseModel]) -> str:
         for part in problem["loc"]
         if part not in ("str", "int", "float") and not str(part).startswith(UNION)
     ]
-    # without the choices of a union, which are no places in the file
+    # without the choices of a union, which are not in the file
     where = ".".join(parts) or "(top level)"
     if problem["type"] == "extra_forbidden":
         allowed = _fields_at(kind, problem["loc"][:-1])
@@ -184,7 +183,7 @@ def _explain(problem: dict[str, Any], kind: type[BaseModel]) -> str:
         "" if isinstance(given, dict) or problem["type"] == "missing" else f" (given: {given!r})"
     )
     message = problem["msg"].removeprefix("Value error, ")
-    if problem["type"] == "model_type":  # pydantic names its class
+    if problem["type"] == "model_type":  # pydantic's message names the class
         fields = _fields_at(kind, problem["loc"])
         message = f"should be a mapping; allowed in it: {', '.join(fields)}"
     expected = re.findall(r"'([^']*)'", problem.get("ctx", {}).get("expected", ""))
@@ -193,8 +192,7 @@ def _explain(problem: dict[str, Any], kind: type[BaseModel]) -> str:
 
 
 def _fields_at(kind: type[BaseModel], location: tuple[Any, ...]) -> list[str]:
-    """Names of the fields allowed at `location` inside `kind`, or none where that is not a plain
-    model."""
+    """Return the fields allowed at `location` inside `kind`; empty if that is not a plain model."""
     current: type[BaseModel] | None = kind
     parts = iter(location)
     for part in parts:
@@ -202,5 +200,5 @@ def _fields_at(kind: type[BaseModel], location: tuple[Any, ...]) -> list[str]:
             return []
         current, step = section(current.model_fields[part].annotation)
         if step:
-            next(parts, None)  # the index in the list, or the name in the mapping
+            next(parts, None)  # skip the index in the list, or the name in the mapping
     return [] if current is None else sorted(current.model_fields)

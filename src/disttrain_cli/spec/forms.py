@@ -1,4 +1,4 @@
-"""Texts of a fixed form: a pattern for JSON Schema, words for people."""
+"""Texts of a fixed form: a pattern for JSON Schema, and a description for errors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pydantic_core import CoreSchema, core_schema
 
 @dataclass(frozen=True)
 class Form:
-    """Annotation of a text field: its whole value matches `pattern`; errors give `words`."""
+    """Annotation of a text field: its full value must match `pattern`; errors show `words`."""
 
     pattern: str
     words: str
@@ -29,7 +29,7 @@ class Form:
         return handler(schema) | {"pattern": self.pattern}
 
     def allows(self, value: str) -> bool:
-        """True where the whole value matches."""
+        """Return True if the full value matches."""
         return re.fullmatch(self.pattern, value, re.ASCII) is not None
 
     def _checked(self, value: str) -> str:

@@ -1,4 +1,4 @@
-"""DeepSpeed's hostfile: which machines there are, and how many devices each has."""
+"""DeepSpeed's hostfile: the machines, with the number of devices of each."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ LINE = re.compile(
 
 
 class Host(NamedTuple):
-    """A machine and the ranks it has room for."""
+    """Machine with the number of ranks it has room for."""
 
     name: str
     slots: int
 
 
 def read_hostfile(path: Path) -> list[Host]:
-    """Hosts of a DeepSpeed hostfile: lines such as `worker-1 slots=8`, comments from # on.
+    """Return the hosts of a DeepSpeed hostfile: lines such as `worker-1 slots=8`, comments from #.
 
     Raises:
-        SpecError: it cannot be read, a line is not of this form, a host is named twice, or none is.
+        SpecError: it cannot be read, a line is malformed, a host is named twice, or none is named.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()

@@ -1,8 +1,8 @@
 """Published models by their names on Hugging Face: `org/name`, or `org/name@revision`.
 
-What is in the cache of huggingface_hub is taken as it is, without a network, so that a name means
-the same commit for all ranks and commands; what is not there is downloaded once per host, the
-small files where a run file is read and the weights where they are needed. Nothing but JSON, texts,
+Files in the cache of huggingface_hub are used as they are, without a network, so that a name means
+the same commit for all ranks and commands; missing files are downloaded once per host, the small
+files when a run file is read and the weights when they are needed. Nothing but JSON, texts,
 tokenizers and safetensors is downloaded.
 """
 
@@ -21,7 +21,7 @@ from disttrain_cli.errors import SpecError
 from disttrain_cli.spec.progress import Progress, silent
 
 NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w.-][\w./-]*))?", re.ASCII)
-#: Files that a model is described by, and its weights; none of folders inside.
+#: Files that describe a model, and its weights; none in subfolders.
 SMALL = ("*.json", "*.txt", "*.jinja", "*.model", "LICENSE*")
 WEIGHTS = ("*.safetensors",)
 _NEVER = ("*/*", "consolidated*", "*.bin.index.json")
@@ -29,28 +29,30 @@ _MIB = 1 << 20
 
 
 class Snapshot(NamedTuple):
-    """A model of a name at one commit; `path` is its folder in the cache."""
+    """Named model at one commit; `path` is its folder in the cache."""
 
     name: str
     commit: str
     path: Path
 
 
-_snapshots: dict[Path, Snapshot] = {}  # that this process has read
-_complete: set[Path] = set()  # of these, those whose weights are there
+_snapshots: dict[Path, Snapshot] = {}  # read by this process
+_complete: set[Path] = set()  # of these, those with weights
 
 
 def is_name(given: str, folder: Path) -> bool:
-    """Whether a folder that a run file names is a name on Hugging Face: it looks like one, and no
-    folder beside the run file (`folder`) is called so."""
+    """Return True if a folder in a run file is a name on Hugging Face.
+
+    It must look like one, and no folder next to the run file (`folder`) may have that name.
+    """
     return NAME.fullmatch(given) is not None and not (folder / given).exists()
 
 
 def snapshot(given: str, field: str) -> Snapshot:
-    """A model without its weights, from the cache or downloaded.
+    """Return a model without its weights, from the cache or downloaded.
 
     Args:
-        field: what names it, as the user wrote it.
+        field: field of the run file that names it, for error messages.
 
     Raises:
         SpecError: it is not in the cache and cannot be downloaded.
@@ -65,19 +67,20 @@ def snapshot(given: str, field: str) -> Snapshot:
 
 
 def snapshot_of(folder: Path) -> Snapshot | None:
-    """The model of a name whose folder this is, if this process read one from there."""
+    """Return the named model of a cache folder, if this process has read it."""
     return _snapshots.get(folder)
 
 
 def name_of(folder: Path) -> str:
-    """What others call a model: its name on Hugging Face, or its folder."""
+    """Return a model's public name: its name on Hugging Face, or its folder."""
     found = snapshot_of(folder)
     return str(folder) if found is None else found.name
 
 
 def fetch_weights(folder: Path, progress: Progress = silent) -> None:
-    """Have a model's weights on this host, if the folder is that of a name; one process downloads
-    them, and others wait for it.
+    """Download a named model's weights to this host, if they are missing.
+
+    Folders that are no names are ignored. One process downloads, and others wait for it.
 
     Raises:
         SpecError: they are not in the cache and cannot be downloaded, or are pickled only.
@@ -98,8 +101,7 @@ def fetch_weights(folder: Path, progress: Progress = silent) -> None:
 
 
 def _ask(found: Snapshot, field: str) -> None:
-    """SpecError where Hugging Face cannot be asked for a model, as it is not where its cache was
-    taken for want of a network."""
+    """Raise SpecError if the model cannot be looked up on Hugging Face, as without a network."""
     from huggingface_hub import HfApi
 
     try:
@@ -123,15 +125,15 @@ def _download(
         if (there := _cached(asked)) is not None:
             return there
         with _alone(Path(constants.HF_HUB_CACHE), name):
-            if (there := _cached(asked)) is not None:  # another process has downloaded it meanwhile
+            if (there := _cached(asked)) is not None:  # downloaded by another process meanwhile
                 return there
             return Path(snapshot_download(**asked, tqdm_class=_bar(name, progress)))
-    except Exception as error:  # its errors have no common base
+    except Exception as error:  # the library's errors have no common base
         raise _not_there(name, revision, field, error) from None
 
 
 def _cached(asked: dict[str, Any]) -> Path | None:
-    """The folder in the cache, if all that is asked for is there."""
+    """Return the folder in the cache, if everything requested is there."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import IncompleteSnapshotError, LocalEntryNotFoundError
 
@@ -139,23 +141,23 @@ def _cached(asked: dict[str, Any]) -> Path | None:
         path = Path(snapshot_download(**asked, local_files_only=True))
     except (LocalEntryNotFoundError, IncompleteSnapshotError):
         return None
-    # of a cache without a list of the model's files it is not known what is missing
+    # a cache without a list of the model's files does not show what is missing
     weights = WEIGHTS[0] in asked["allow_patterns"]
     return path if (_has_weights(path) if weights else (path / "config.json").exists()) else None
 
 
 def _has_weights(folder: Path) -> bool:
-    """Whether a model's weights are there, those that its index of shards names."""
+    """Return True if a model's weights are there, including all shards of its index."""
     named: set[str] = set()
     for index in folder.glob(f"{WEIGHTS[0]}.index.json"):
-        with suppress(ValueError, AttributeError):  # damaged: said where weights are read
+        with suppress(ValueError, AttributeError):  # damaged: reported when weights are read
             named |= set(json.loads(index.read_text())["weight_map"].values())
     return any(folder.glob(WEIGHTS[0])) and all((folder / name).exists() for name in named)
 
 
 @contextmanager
 def _alone(cache: Path, name: str) -> Iterator[None]:
-    """One process of a host at a time."""
+    """Enter a context that is exclusive among the processes of a host."""
     locks = cache / ".locks"
     locks.mkdir(parents=True, exist_ok=True)
     with (locks / f"disttrain-{name.replace('/', '--')}.lock").open("w") as file:
@@ -192,7 +194,7 @@ def _not_there(name: str, revision: str | None, field: str, error: Exception) ->
 
 
 def _bar(name: str, progress: Progress) -> Any:
-    """A progress bar of the library's that reports bytes to `progress` and draws nothing."""
+    """Return a progress bar class for the library that only reports bytes to `progress`."""
     from tqdm.auto import tqdm
 
     class Bar(tqdm):

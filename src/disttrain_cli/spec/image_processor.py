@@ -1,5 +1,4 @@
-"""How a published image processor resizes: which size an image becomes, and by which filter, as its
-numbers say."""
+"""Resizing rule of a published image processor: size of an image, and filter, from its fields."""
 
 from __future__ import annotations
 
@@ -10,17 +9,17 @@ from pydantic import Field, model_validator
 from disttrain_cli.spec.files import Strict
 from disttrain_cli.spec.tiling import Tiling
 
-#: Filters in the order of PIL's numbers, as `resample` of a preprocessor_config.json gives them.
+#: Filters in the order of PIL's numbers, which a preprocessor_config.json's `resample` uses.
 Filter = Literal["nearest", "lanczos", "bilinear", "bicubic", "box", "hamming"]
 
-#: Largest ratio of an image's sides under a pixel budget (transformers' smart_resize).
+#: Largest aspect ratio of an image under a pixel budget (transformers' smart_resize).
 MOST_RATIO = 200
 
 
 class PixelBudget(NamedTuple):
-    """Size that a content part asks of its image, by the keys of qwen-vl-utils; None = not stated.
+    """Image size requested by a content part, by the keys of qwen-vl-utils; None = not set.
 
-    `resized_height` and `resized_width` are the size itself, and go before the bounds.
+    `resized_height` and `resized_width` are the size itself, and have priority over the bounds.
     """
 
     min_pixels: int | None = None
@@ -30,18 +29,18 @@ class PixelBudget(NamedTuple):
 
     @property
     def stated(self) -> str:
-        """The keys that have a value, as messages name them."""
+        """Keys that have a value, for messages."""
         return ", ".join(
             f"`{key}` {value}" for key, value in self._asdict().items() if value is not None
         )
 
 
 class ImageProcessor(Strict):
-    """The rule of a published image processor.
+    """Rule of a published image processor.
 
-    budget: both sides whole blocks, the product of both within the budget (transformers'
-    `smart_resize`). stretch: one size, whatever the ratio of the sides. crop: the shorter side to
-    `shortest_px`, then the middle. tiles: cut into parts of one size, each an item (`tiling`).
+    budget: both sides whole blocks, their product within the budget (transformers' `smart_resize`).
+    stretch: one size, whatever the aspect ratio. crop: the shorter side to `shortest_px`, then a
+    centre crop. tiles: cut into parts of one size, each an item (`tiling`).
     """
 
     resize: Literal["budget", "stretch", "crop", "tiles"]
@@ -82,7 +81,7 @@ class ImageProcessor(Strict):
 
     @property
     def fixed_px(self) -> tuple[int, int] | None:
-        """Height and width of every image or tile; None where they differ."""
+        """Height and width of every image or tile; None if they differ."""
         if self.height_px is None or self.width_px is None:
             return None
         return self.height_px, self.width_px
@@ -100,7 +99,7 @@ class ImageProcessor(Strict):
         return width, height
 
     def misfit(self, width_px: int, height_px: int) -> str | None:
-        """Why an image of this size cannot be resized, if it cannot."""
+        """Return why an image of this size cannot be resized; None if it can."""
         if self.tiling is not None:
             try:
                 self.tiling.cut((width_px, height_px), self.tile, alone=True)
@@ -115,7 +114,7 @@ class ImageProcessor(Strict):
         )
 
     def grids(self, sizes_px: Any, patch_px: int, merge: int, max_pixels: int) -> Any:
-        """[N, 2] patches (rows, columns) of [N, 2] widths and heights, int64 arrays."""
+        """Return [N, 2] patches (rows, columns) of [N, 2] widths and heights, int64 arrays."""
         import numpy as np
 
         width, height = np.asarray(sizes_px, dtype=np.int64).reshape(-1, 2).T
@@ -142,12 +141,13 @@ class ImageProcessor(Strict):
     def budgeted(
         self, size: tuple[int, int], budget: PixelBudget, block_px: int, max_pixels: int
     ) -> tuple[int, int]:
-        """Width and height, whole blocks, of an image of this width and height by a budget of its
-        own, as qwen-vl-utils' `fetch_image`. A bound that it does not state is the processor's, and
-        gives way to the one that it states.
+        """Return width and height, whole blocks, of an image with a budget of its own.
+
+        As qwen-vl-utils' `fetch_image`. A bound that the budget does not set is the processor's,
+        and yields to the one that it sets.
 
         Raises:
-            ValueError: the budget is none, or not within `max_pixels`.
+            ValueError: the budget is invalid, or not within `max_pixels`.
         """
         if self.resize != "budget":
             raise ValueError("the model's image processor resizes all images by one rule")
@@ -175,7 +175,7 @@ class ImageProcessor(Strict):
         return made[0], made[1]
 
     def _within(self, size: tuple[int, int], least: int, most: int, block_px: int) -> list[int]:
-        """Width and height of an image between these bounds."""
+        """Return width and height of an image between these bounds."""
         bounds = self.model_copy(update={"min_pixels": least})
         rows, columns = bounds.grids([size], block_px, 1, most)[0].tolist()
         return [columns * block_px, rows * block_px]
@@ -183,16 +183,15 @@ class ImageProcessor(Strict):
     def cut(
         self, width_px: int, height_px: int, wanted_px: tuple[int, int]
     ) -> tuple[tuple[int, int], tuple[int, int]]:
-        """(width, height) to resize an image to, and (top, left) of the `wanted_px` (height, width)
-        in it.
+        """Return (width, height) to resize an image to, and (top, left) of the crop in it.
 
-        A side that is no multiple of the patch loses its last pixels, as the tower's convolution
-        leaves them out.
+        The crop has `wanted_px` (height, width). A side that is no multiple of the patch loses its
+        last pixels, as the tower's convolution omits them.
         """
         if self.resize == "budget":
             return (wanted_px[1], wanted_px[0]), (0, 0)
         assert self.height_px is not None and self.width_px is not None
-        if self.resize in ("stretch", "tiles"):  # the whole image as one tile
+        if self.resize in ("stretch", "tiles"):  # the entire image as one tile
             return (self.width_px, self.height_px), (0, 0)
         short, long = sorted((width_px, height_px))
         assert self.shortest_px is not None

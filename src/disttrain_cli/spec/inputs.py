@@ -1,7 +1,6 @@
-"""The input specification: what a model asks of its data, in numbers, so that CPU nodes need no
-torch.
+"""Model inputs: data requirements of a model as plain numbers, so that CPU nodes need no torch.
 
-Written by `models.graph.describe`, kept in the profile and beside the index; read by `data`.
+Written by `models.graph.describe`, stored in the profile and next to the index; read by `data`.
 """
 
 from __future__ import annotations
@@ -23,17 +22,17 @@ from disttrain_cli.spec.heads import (
 )
 from disttrain_cli.spec.plugins import with_plugins
 
-#: Classes of heads by item, those of other packages too.
+#: Modality spec classes by item, including those of other packages.
 HEADS: dict[str, type[Head]] = with_plugins(
     "disttrain.heads", {"image": ImageInput, "target": TargetInput, "audio": AudioInput}
 )
 
-#: How tokens are placed: by their number in the sample, or in time, rows and columns (M-RoPE).
+#: Token positions: by index in the sample, or by time, row and column (M-RoPE).
 Positions = Literal["1d", "mrope"]
 
 
 def _head(value: Any) -> Head:
-    """A head of any modality from JSON."""
+    """Parse a modality spec of any modality from JSON."""
     if isinstance(value, Head):
         return value
     item = value.get("item") if isinstance(value, dict) else None
@@ -43,7 +42,7 @@ def _head(value: Any) -> Head:
 
 
 class ModelInputs(Strict):
-    """Everything the data room needs to know of a model."""
+    """Everything that the data subpackage needs to know of a model."""
 
     llm: str = Field(description="Name of the LLM module.")
     vocabulary: int = Field(ge=1)
@@ -98,12 +97,14 @@ class ModelInputs(Strict):
         return self
 
     def of(self, item: Item) -> list[Head]:
-        """The heads that work on an item, in the model's order."""
+        """Return the modality specs for an item, in the model's order."""
         return [head for head in self.heads if head.item == item]
 
     def decoding(self, item: Item) -> list[Head]:
-        """The heads for which an item's file is decoded: not generators whose latents were prepared
-        beforehand."""
+        """Return the modality specs for which an item's file is decoded.
+
+        Generators whose latents are cached are excluded.
+        """
         return [
             head
             for head in self.of(item)
@@ -111,58 +112,59 @@ class ModelInputs(Strict):
         ]
 
     def head(self, module: str) -> Head | None:
-        """What a module asks of its items; None of the LLM."""
+        """Return a module's modality spec; None for the LLM."""
         return next((head for head in self.heads if head.module == module), None)
 
     def item(self, module: str) -> Item:
-        """What a module works on."""
+        """Return the kind of item that a module processes."""
         head = self.head(module)
         return "sequence" if head is None else head.item
 
     @property
     def images(self) -> list[ImageInput]:
-        """Of every image encoder, in the model's order."""
+        """Specs of every image encoder, in the model's order."""
         return [head for head in self.heads if isinstance(head, ImageInput)]
 
     @property
     def image(self) -> ImageInput | None:
-        """Of the first image encoder."""
+        """Spec of the first image encoder."""
         return next(iter(self.images), None)
 
     @property
     def targets(self) -> list[TargetInput]:
-        """Of every generator, in the model's order."""
+        """Specs of every generator, in the model's order."""
         return [head for head in self.heads if isinstance(head, TargetInput)]
 
     @property
     def target(self) -> TargetInput | None:
-        """Of the first generator."""
+        """Spec of the first generator."""
         return next(iter(self.targets), None)
 
     @property
     def encoders(self) -> list[str]:
-        """Names of the encoders: parallel branches, each sends to the LLM what it made."""
+        """Names of the encoders: parallel branches that send their outputs to the LLM."""
         return [head.module for head in self.heads if not isinstance(head, TargetInput)]
 
     @property
     def generators(self) -> list[str]:
-        """Names of the generators: parallel branches, to each goes what the LLM made."""
+        """Names of the generators: parallel branches that receive the LLM's output."""
         return [head.module for head in self.targets]
 
     def rows(self, item: Item, column: str) -> Rows:
-        """Rows of an item in a state tensor; "COLUMN.N" are those of the item's head N. Of a
-        sequence all of them."""
+        """Return the rows of an item in a state tensor; "COLUMN.N" are those of its spec N.
+
+        For a sequence all of its rows.
+        """
         if item == "sequence":
             return Rows(self.sequence_length)
         name, number = column.partition(".")[0], number_of(column)
         return self.of(item)[number].rows(name)
 
     def length_sq(self, lengths: Any) -> Any:
-        """Pairs of tokens no farther apart than a block of the LLM sees, in samples of these
-        lengths: an int64 array.
+        """Return the pairs of tokens within an LLM block's window, in samples of these lengths.
 
-        length² where none has a window; of blocks with different windows the mean. Causal attention
-        computes half.
+        An int64 array: length² without windows; the mean over blocks if their windows differ.
+        Causal attention computes half.
         """
         import numpy as np
 
@@ -174,7 +176,7 @@ class ModelInputs(Strict):
         return lengths**2 - hidden // max(1, windows.total())
 
     def target_of(self, generator: str) -> TargetInput:
-        """What a generator asks of its images."""
+        """Return a generator's modality spec."""
         return next(head for head in self.targets if head.module == generator)
 
     def fingerprint(self) -> str:

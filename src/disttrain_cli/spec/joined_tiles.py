@@ -1,16 +1,14 @@
-"""LLaVA-NeXT's and LLaVA-OneVision's tiles, whose rows in the LLM are those of the joined picture.
+"""Tiles of LLaVA-NeXT and LLaVA-OneVision, whose rows in the LLM are those of the joined picture.
 
-The image is resized into the best of some resolutions and cut; the whole image goes before as one
-tile. Tokens of the tiles are joined to one picture, the border that held no image is left out, and
-a learned `image_newline` ends each row of tokens (Liu et al. 2024, LLaVA-NeXT; Li et al. 2024,
-arXiv 2408.03326, section 3.2).
+The image is resized into the best of some resolutions and cut; the entire image precedes these as
+one tile. Tokens of the tiles are joined to one picture, the border without image is removed, and a
+learned `image_newline` ends each row of tokens (Liu et al. 2024, LLaVA-NeXT; Li et al. 2024, arXiv
+2408.03326, section 3.2).
 
-Every tile has the same rows of the encoder's: `side`² tokens, row by row, then `side` times
-`image_newline`, one for each row of the tile. Which of them the LLM sees, and where, `places` says.
-
-Where the joined picture is larger than OneVision's largest area, its model interpolates it
-(bilinear): a token of the LLM is then a sum of shares of up to four rows, and a row has shares in
-up to four tokens.
+Every tile has the same encoder rows: `side`² tokens, row by row, then `side` times `image_newline`,
+one for each row of the tile. `places` returns which of them the LLM sees, and at which positions.
+If the joined picture is larger than OneVision's largest area, its model interpolates it (bilinear):
+an LLM token is then a weighted sum of up to four rows, and a row contributes to up to four tokens.
 """
 
 from __future__ import annotations
@@ -33,15 +31,17 @@ if TYPE_CHECKING:
     Ints = NDArray[np.int64]
     Floats = NDArray[np.float32]
 
-#: How much wider than its largest area a picture of features may be before it is interpolated.
+#: Largest ratio of a picture's features to its largest area (per side) without interpolation.
 MOST_OVER = 1.1
-#: Lines of an interpolated picture that one line of it has shares in, at most.
+#: Most lines of an interpolated picture to which one line contributes.
 NEAR = 2
 
 
 class JoinedTiles(Strict):
-    """The rule of LLaVA-NeXT and LLaVA-OneVision, as transformers' `LlavaNextImageProcessor` and
-    `LlavaOnevisionImageProcessor`."""
+    """Rule of LLaVA-NeXT and LLaVA-OneVision.
+
+    As transformers' `LlavaNextImageProcessor` and `LlavaOnevisionImageProcessor`.
+    """
 
     rule: Literal["joined"] = "joined"
     resolutions: tuple[tuple[int, int], ...] = Field(
@@ -59,7 +59,7 @@ class JoinedTiles(Strict):
     )
 
     def cut(self, image: Size, tile: Size, alone: bool) -> Cut:
-        """Tiles of an image of this size; `alone`: its sample has no other."""
+        """Return the tiles of an image of this size; `alone`: its sample has no other image."""
         if self.background is not None and not alone:
             return Cut((tile,), 1, 1, square=self.background)
         best = _best(image, self.resolutions)
@@ -67,19 +67,21 @@ class JoinedTiles(Strict):
         return Cut((_inside(image, best),), rows, columns, "image", True, best)
 
     def written(self, cut: Cut) -> Written:
-        """Nothing: placeholders alone."""
+        """Return empty texts: placeholders alone are written."""
         return ("",) * (cut.parts + 1)
 
     def interpolated(self, rows: int, columns: int, side: int) -> tuple[int, int]:
-        """Rows and columns of features that are left of those of a joined picture, in tiles of
-        `side` tokens."""
+        """Return the rows and columns of a joined picture's features after interpolation.
+
+        `side`: tokens per side of a tile.
+        """
         if self.most_tiles is None:
             return rows, columns
         over = math.sqrt(rows * columns / (self.most_tiles * side**2))
         return (rows, columns) if over <= MOST_OVER else (int(rows // over), int(columns // over))
 
     def misfit(self, image: Size, cut: Cut, side: int) -> str | None:
-        """Why an image that is cut so, in tiles of `side` tokens, is not read, if it is not."""
+        """Return why an image with these tiles of `side` tokens is not read; None if it is."""
         seen = _seen(image, cut, side)
         made = self.interpolated(seen.rows, seen.columns, side)
         if not cut.whole or min(made) or made == (seen.rows, seen.columns):
@@ -91,7 +93,7 @@ class JoinedTiles(Strict):
 
 
 class Seen(NamedTuple):
-    """The tokens of a joined picture that are left: the first row and column, and how many."""
+    """Tokens of a joined picture without its border: first row and column, and counts."""
 
     top: int
     left: int
@@ -100,7 +102,7 @@ class Seen(NamedTuple):
 
 
 def places(image: Size, cut: Cut, side: int, rule: JoinedTiles) -> list[Places]:
-    """Where the LLM sees the side² + side rows of each tile of an image that a rule cut so."""
+    """Return the LLM positions of the side² + side rows of each tile of an image."""
     import numpy as np
 
     whole = np.full(side**2 + side, UNSEEN)
@@ -112,7 +114,7 @@ def places(image: Size, cut: Cut, side: int, rule: JoinedTiles) -> list[Places]:
     made = rule.interpolated(seen.rows, seen.columns, side)
     rows, of_rows = _lines(cut.rows * side, seen.top, seen.rows, made[0])
     columns, of_columns = _lines(cut.columns * side, seen.left, seen.columns, made[1])
-    # of the joined picture with a column of newlines behind
+    # columns of the joined picture, followed by one of newlines
     rows, columns = rows[:, None, :, None], columns[None, :, None, :]
     there = (rows != UNSEEN) & (columns != UNSEEN)
     at = np.where(there, side**2 + rows * (made[1] + 1) + columns, UNSEEN)
@@ -136,7 +138,7 @@ def places(image: Size, cut: Cut, side: int, rule: JoinedTiles) -> list[Places]:
 
 
 def _alone(at: Ints) -> Places:
-    """Rows that are tokens as they are."""
+    """Return positions of rows that are one token each."""
     import numpy as np
 
     others = ((0, 0), (0, NEAR**2 - 1))
@@ -147,8 +149,10 @@ def _alone(at: Ints) -> Places:
 
 
 def _lines(lines: int, first: int, seen: int, made: int) -> tuple[Ints, Floats]:
-    """[lines, 2] in which of the `made` lines of features each of `lines` has shares, and which;
-    `seen` of them from `first` on are interpolated (bilinear, as torch does)."""
+    """Return [lines, 2] the output lines to which each input line contributes, and its weights.
+
+    `seen` lines from `first` on are interpolated to `made` (bilinear, as in torch).
+    """
     import numpy as np
 
     centres = (np.arange(made) + 0.5) * (seen / max(1, made)) - 0.5
@@ -162,7 +166,7 @@ def _lines(lines: int, first: int, seen: int, made: int) -> tuple[Ints, Floats]:
 
 @lru_cache(maxsize=4096)
 def tokens(image: Size, cut: Cut, side: int, rule: JoinedTiles) -> tuple[int, ...]:
-    """How many tokens of an image are of each tile: the first one that has a share."""
+    """Return the tokens of an image by tile: each counts for the first tile that contributes."""
     import numpy as np
 
     placed = places(image, cut, side, rule)
@@ -173,7 +177,7 @@ def tokens(image: Size, cut: Cut, side: int, rule: JoinedTiles) -> tuple[int, ..
 
 
 def _seen(image: Size, cut: Cut, side: int) -> Seen:
-    """What is left of the joined picture without its border (transformers' `unpad_image`)."""
+    """Return the joined picture without its border (transformers' `unpad_image`)."""
     width, height = image
     rows, columns = cut.rows * side, cut.columns * side
     if width / height > columns / rows:
@@ -185,8 +189,7 @@ def _seen(image: Size, cut: Cut, side: int) -> Seen:
 
 @lru_cache(maxsize=4096)
 def _best(image: Size, resolutions: Sequence[tuple[int, int]]) -> Size:
-    """Of these heights and widths the one that keeps most of the image, of such the one that wastes
-    least."""
+    """Return the resolution that keeps most of the image, among such the one that wastes least."""
     width, height = image
     best, most, wasted = (0, 0), 0, math.inf
     for high, wide in resolutions:
@@ -199,7 +202,7 @@ def _best(image: Size, resolutions: Sequence[tuple[int, int]]) -> Size:
 
 
 def _inside(image: Size, into: Size) -> Size:
-    """The largest size of the image's ratio inside another."""
+    """Return the largest size of the image's aspect ratio inside another."""
     by_width, by_height = into[0] / image[0], into[1] / image[1]
     if by_width < by_height:
         return into[0], min(math.ceil(image[1] * by_width), into[1])

@@ -1,12 +1,11 @@
-"""Latents prepared beforehand: what a VAE's encoder makes of every image to generate, in
-`runs/NAME/latents/MODULE/`.
+"""Cached latents: outputs of a VAE's encoder for every image to generate.
 
-`latents.json` (`Latents`) says what they were made of and names a flat file for each shard of the
-index. That holds, for the shard's images in the order of the index, the mean and the log-variance
-of their latents as the encoder leaves them: [images, 2 · channels, height, width], little-endian
-float32, or bfloat16 of a run in that precision; of images in buckets with zeros after those that
-are smaller than the largest. An image that cannot be decoded is all ones, bit
-by bit (`MARK`). A file's name follows from all that its bytes depend on.
+They are in `runs/NAME/latents/MODULE/`. `latents.json` (`Latents`) records their origin and names a
+flat file for each shard of the index. That holds, for the shard's images in the order of the index,
+the mean and the log-variance of their latents as the encoder returns them: [images, 2 · channels,
+height, width], little-endian float32, or bfloat16 for a run in that precision; images in buckets
+are padded with zeros if they are smaller than the largest. An image that cannot be decoded is all
+ones, bit by bit (`MARK`). A file's name depends on everything that determines its bytes.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from disttrain_cli.spec.buckets import Buckets
 from disttrain_cli.spec.files import Strict
 
 DESCRIPTION = "latents.json"
-#: Every byte of the row of an image that cannot be decoded; no number that an encoder makes begins
-#: with `MARKED` of them.
+#: Every byte of the row of an image that cannot be decoded; no encoder output begins with `MARKED`
+#: of them.
 MARK, MARKED = 0xFF, 4
 
 
 class Origin(Strict):
-    """All that latents depend on, but the images."""
+    """Dependencies of latents, apart from the images."""
 
     configuration: str = Field(description="Fingerprint of the VAE's configuration.")
     weights: str = Field(description="Fingerprint of its weights, or the seed they are drawn from.")
@@ -45,14 +44,14 @@ class Origin(Strict):
 
 
 class LatentFile(Strict):
-    """The images of one shard."""
+    """Images of one shard."""
 
     name: str
     images: int = Field(ge=0, description="0 = there is no file.")
 
 
 class Latents(Strict):
-    """What the files of a generator hold."""
+    """Contents of a generator's files."""
 
     version: Literal[1] = 1
     data: str = Field(description="Fingerprint of the index.")

@@ -1,4 +1,4 @@
-"""Verdict on whether a run learns; `analysis/learning.py` makes it from the recorded losses."""
+"""Verdict on whether a run learns; computed by `analysis/learning.py` from the recorded losses."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class LossCourse:
 
 @dataclass(frozen=True)
 class Learning:
-    """The run as a whole: the worst verdict on any of its losses."""
+    """Verdict on the run: the worst verdict on any of its losses."""
 
     verdict: Verdict
     steps: Annotated[int, Meta(description="Steps judged: of the last phase of the data.")] = 0
@@ -42,12 +42,12 @@ class Learning:
 
     @property
     def bad(self) -> bool:
-        """True where something is to be changed."""
+        """True if something should be changed."""
         return self.verdict not in ("learning", "too early to say")
 
     @property
     def headline(self) -> str:
-        """For people, one sentence."""
+        """One sentence for the user."""
         parts = [
             f"{one.loss} {one.why}"
             if one.verdict == self.verdict

@@ -1,4 +1,4 @@
-"""Where rows that an encoder left go among the tokens of the LLM."""
+"""Positions of encoder rows among the tokens of the LLM."""
 
 from __future__ import annotations
 
@@ -12,30 +12,33 @@ if TYPE_CHECKING:
     Ints = NDArray[np.int64]
     Floats = NDArray[np.float32]
 
-UNSEEN = -1  # the place of a row that the LLM does not see
+UNSEEN = -1  # position of a row that the LLM does not see
 
 
 class Places(NamedTuple):
-    """The places of R rows: one each; or of each row the W places in which it has shares, as a
-    token may be a sum of shares of several rows."""
+    """Token positions of R rows.
 
-    at: Ints  # [R], or [R, W]; `UNSEEN` in those without a share
-    shares: Floats | None = None  # [R, W]; None = each row is a token
+    One per row; or, as a token may be a weighted sum of several rows, the W positions to which each
+    row contributes.
+    """
+
+    at: Ints  # [R], or [R, W]; `UNSEEN` for entries without a share
+    shares: Floats | None = None  # [R, W] weights; None = each row is a token
 
     def moved(self, by: int) -> Places:
-        """The same behind so many other tokens."""
+        """Return the positions shifted by `by` tokens."""
         import numpy as np
 
         return self._replace(at=np.where(self.at == UNSEEN, UNSEEN, self.at + by))
 
     @property
     def seen(self) -> Ints:
-        """The tokens that these rows become, some of them several times."""
+        """Tokens that these rows become, some of them several times."""
         return self.at[self.at != UNSEEN]
 
 
 def together(places: Sequence[Places]) -> Places:
-    """The places of rows one after the other, all alike."""
+    """Concatenate the positions of consecutive rows, all of one form."""
     import numpy as np
 
     if not places:

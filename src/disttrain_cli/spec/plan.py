@@ -1,5 +1,4 @@
-"""The plan: which unit runs which modules, with which TP, DP and PP (`plan.yaml`), readable and
-editable by hand."""
+"""The plan (`plan.yaml`): modules, TP, DP and PP of each unit; readable and editable by hand."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from disttrain_cli.spec.shape import CpCommType, ParallelShape
 from disttrain_cli.spec.whole import keep_before, write_whole
 
 Strategy = Literal["auto", "disaggregated", "megatron"]
-#: Where a figure comes from: measured by this project, stated by a catalogue or by others, assumed.
+#: Origin of a figure: measured by this project, stated by a catalogue or by others, assumed.
 Basis = Literal["measured", "stated", "assumed"]
 
 
@@ -149,22 +148,24 @@ class UnitPlan(Strict):
         )
 
     def tp_of(self, module: str) -> int:
-        """Ranks that divide the layers of a module."""
+        """Return the number of ranks that shard the layers of a module."""
         return self.module_tp.get(module, self.tp)
 
     def dealt_over(self, module: str) -> int:
-        """Ranks of a TP group among which the items of a module are dealt out."""
+        """Return the number of TP ranks over which the items of a module are distributed."""
         return self.tp // self.tp_of(module)
 
     @property
     def replicated(self) -> tuple[str, ...]:
-        """Modules that are whole on every rank of a TP group."""
+        """Modules that are replicated on every rank of a TP group."""
         return tuple(name for name in self.modules if name in self.module_tp)
 
     @property
     def parts(self) -> list[tuple[list[str], ParallelShape]]:
-        """Consecutive modules that the unit's shape divides alike, and each that has a TP of its
-        own, with these shapes."""
+        """Consecutive modules that the unit's shape shards alike, and each with a TP of its own.
+
+        Each with its shape.
+        """
         alike = groupby(self.modules, lambda name: name if name in self.module_tp else None)
         return [
             (list(modules), replace(self.shape, tp=self.module_tp.get(name or "", self.tp)))
@@ -173,7 +174,7 @@ class UnitPlan(Strict):
 
     @property
     def gathers(self) -> bool:
-        """Whether its CP groups gather keys and values."""
+        """True if its CP groups gather keys and values."""
         return self.cp_comm_type == "all_gather"
 
     @property
@@ -188,24 +189,24 @@ class UnitPlan(Strict):
 
     @property
     def cp_degree(self) -> str:
-        """CP in words: with how its groups attend where they gather keys and values."""
+        """CP degree in words, with `cp_comm_type` if its groups gather keys and values."""
         return f"{self.cp} {self.cp_comm_type}" if self.gathers else str(self.cp)
 
     @property
     def tp_degree(self) -> str:
-        """TP in words: with the modules that have another."""
+        """TP degree in words, with the modules that have another one."""
         others = ", ".join(f"{name} {tp}" for name, tp in self.module_tp.items())
         return f"{self.tp} ({others})" if others else str(self.tp)
 
     @property
     def degrees(self) -> str:
-        """TP, DP and PP in words, and CP where there is one."""
+        """TP, DP and PP in words, and CP if it is not 1."""
         cp = f"CP {self.cp_degree} " if self.cp > 1 else ""
         return f"TP {self.tp_degree} {cp}DP {self.dp} PP {self.pp}"
 
 
 class Layout(Strict):
-    """The part of a plan that decides what runs where."""
+    """Part of a plan that determines the placement of modules on ranks."""
 
     strategy: Strategy = "auto"
     global_batch_size: SequenceCount = Field(description="Packed sequences per step.")
@@ -250,18 +251,18 @@ class Layout(Strict):
 
     @property
     def devices(self) -> list[int]:
-        """By rank, the number of its device in the cluster."""
+        """Device index in the cluster, by rank."""
         out = set(self.left_out)
         return [device for device in range(self.gpus_used + len(out)) if device not in out][
             : self.gpus_used
         ]
 
     def index_of(self, module: str) -> int:
-        """Number of the unit that holds a module."""
+        """Return the index of the unit that holds a module."""
         return next(index for index, unit in enumerate(self.units) if module in unit.modules)
 
     def unit_of(self, module: str) -> UnitPlan:
-        """The unit that holds a module."""
+        """Return the unit that holds a module."""
         return self.units[self.index_of(module)]
 
     def check_slots(self, llm: str) -> None:
@@ -275,11 +276,11 @@ class Layout(Strict):
             )
 
     def describe(self) -> str:
-        """One line: unit names with their degrees."""
+        """Return one line: unit names with their degrees."""
         return " → ".join(f"{unit.name} ({unit.degrees})" for unit in self.units)
 
 
-#: What the peak memory of a stage is made of; "NAME_gib" each.
+#: Components of the peak memory of a stage; "NAME_gib" each.
 PARTS = (
     "weights",
     "gradients",
@@ -293,7 +294,7 @@ PARTS = (
 
 
 class StageMemory(Strict):
-    """Peak memory of a rank of one stage and what it is made of."""
+    """Peak memory of a rank of one stage, with its components."""
 
     unit: str
     stage: int
@@ -321,14 +322,14 @@ class StageMemory(Strict):
 
     @property
     def moving_gib(self) -> float:
-        """What grows with the work of a slot."""
+        """Memory that grows with the work of a slot."""
         return (
             self.activations_gib + self.transient_gib + self.messages_gib + self.fragmentation_gib
         )
 
     @property
     def parts(self) -> dict[str, float]:
-        """What the peak is made of, by name."""
+        """Components of the peak, by name."""
         return {name: getattr(self, f"{name}_gib") for name in PARTS}
 
 
@@ -393,7 +394,7 @@ class Traffic(Strict):
 
 
 class PreprocessNeed(Strict):
-    """What CPU nodes have to deliver so that training never waits."""
+    """Throughput that CPU nodes must deliver so that training never waits."""
 
     sequences_per_s: float
     images_per_s: float = Field(
@@ -404,8 +405,10 @@ class PreprocessNeed(Strict):
 
 
 class Prediction(Strict):
-    """What the cost model expects of a layout: the simulated mean over a few global batches of the
-    data's sizes."""
+    """Predicted performance of a layout: the simulated mean over a few sampled global batches.
+
+    The batches have the data's sizes.
+    """
 
     layout: str | None = Field(
         None, description="Fingerprint of the layout that this is the prediction of."
@@ -493,7 +496,7 @@ class Prediction(Strict):
 
 
 class Baseline(Strict):
-    """Another strategy's best layout, simulated like the plan."""
+    """Best layout of another strategy, simulated like the plan."""
 
     iteration_s: float = Field(gt=0)
     sequences_per_s: float = Field(gt=0)
@@ -510,7 +513,7 @@ class Baseline(Strict):
 
 
 class Alternative(Strict):
-    """A runner-up of the simulated finalists, with what it would cost."""
+    """Runner-up among the simulated finalists, with its cost."""
 
     layout: str
     iteration_s: float = Field(gt=0)
@@ -534,7 +537,7 @@ class Search(Strict):
 
 
 class Plan(Strict):
-    """The whole plan."""
+    """The complete plan."""
 
     version: Literal[1] = 1
     fingerprints: Fingerprints
@@ -553,14 +556,16 @@ class Plan(Strict):
 
 
 def read_plan(path: Path) -> Plan:
-    """Read and check a plan; raises SpecError."""
+    """Read and check a plan; raise SpecError."""
     value: Any = parse_yaml(path, "plan", "Make one with: disttrain plan")
     return validate(Plan, value, path, "plan", "Correct it, or plan again: disttrain plan")
 
 
 def write_plan(path: Path, plan: Plan) -> Path:
-    """Write `plan.yaml`, keys in the order of the specification; what it replaces is kept as
-    `plan.yaml.before`."""
+    """Write `plan.yaml`, keys in the order of the specification.
+
+    A replaced file is kept as `plan.yaml.before`.
+    """
     header = (
         "# Made by `disttrain plan`. Edit `plan:` by hand if you like; `disttrain train` checks"
         " it.\n"

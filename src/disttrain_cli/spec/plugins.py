@@ -1,4 +1,4 @@
-"""What other packages add to a registry, found by the entry points of the installed ones."""
+"""Registry entries of other packages, found by the entry points of the installed ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 def with_plugins(group: str, built_in: dict[str, T]) -> dict[str, T]:
-    """A registry, and by name what installed packages add to it.
+    """Return a registry extended, by name, with the entries of installed packages.
 
     Groups are disttrain.heads (`spec.heads.Head` classes by item), disttrain.modalities
     (`data.modalities.modality.Modality` by item), disttrain.architectures
@@ -19,7 +19,7 @@ def with_plugins(group: str, built_in: dict[str, T]) -> dict[str, T]:
     (`data.metrics.Metric` by the name in `samples.metrics`).
 
     Raises:
-        SpecError: one cannot be loaded, or has a name that is taken.
+        SpecError: one cannot be loaded, or its name is already in use.
     """
     registry = dict(built_in)
     for entry in sorted(entry_points(group=group)):

@@ -1,4 +1,4 @@
-"""Prices of devices, as the run file or a file that it names states them."""
+"""Prices of devices, from the run file or a file that it names."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from disttrain_cli.spec.runfile.cluster import Price
 
 
 class Prices(RootModel[dict[str, Price]]):
-    """Devices and what one of each costs in an hour."""
+    """Devices with the price of one of each per hour."""
 
 
 def read_prices(run: Run, device: str) -> dict[str, float]:
-    """Price of an hour by device, names in lower case, without the `analytic:` of `cluster.device`.
+    """Return the hourly price by device, names in lower case, without `analytic:`.
 
     Args:
-        device: the run's own, of which a single number is the price.
+        device: the run's own, to which a single number refers.
 
     Raises:
         SpecError: the file that `cluster.price_per_gpu_hour` names is missing or wrong, or a device

@@ -1,4 +1,4 @@
-"""The profile: what each layer, link and sample costs here (`profile.json`)."""
+"""The profile (`profile.json`): costs of each layer, link and sample on the user's hardware."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from disttrain_cli.spec.work import Work
 
 
 class Polynomial(Strict):
-    """An amount that depends on work: base + per_item·items + per_token·tokens + per_length_sq·Σ
-    length²."""
+    """Amount depending on work: base and terms per item, per token and per squared length.
+
+    It is base + per_item·items + per_token·tokens + per_length_sq·Σ length².
+    """
 
     base: float = 0.0
     per_item: float = 0.0
@@ -33,7 +35,7 @@ class Polynomial(Strict):
 
 
 def combine(*terms: tuple[float, Polynomial]) -> Polynomial:
-    """Σ factor · polynomial."""
+    """Return Σ factor · polynomial."""
     base = per_item = per_token = per_length_sq = 0.0
     for factor, term in terms:
         base += factor * term.base
@@ -46,14 +48,16 @@ def combine(*terms: tuple[float, Polynomial]) -> Polynomial:
 
 
 Pass = Literal["forward", "backward", "backward_input", "recomputing", "recomputing_overlapped"]
-#: Passes in which a TP group's messages may travel behind products; "split": a backward whose
-#: weights' part is computed later.
+#: Passes in which a TP group's messages may overlap with GEMMs; "split": a backward with deferred
+#: weight gradients.
 HidingPass = Literal["forward", "backward", "backward_input", "recomputing", "split"]
 
 
 class LayerShard(Strict):
-    """One rank's part of a layer at one TP size; times include the TP group's messages. No work
-    costs nothing."""
+    """One rank's shard of a layer at one TP size; times include the TP group's messages.
+
+    Without work all costs are 0.
+    """
 
     parameters: int = Field(description="Parameters that one rank of the TP group holds.")
     trained_parameters: int | None = Field(
@@ -162,7 +166,7 @@ class LayerShard(Strict):
 
     @property
     def trainable(self) -> int:
-        """Parameters of one rank that are trained where the layer is."""
+        """Parameters of one rank that are trained if the layer is."""
         return self.parameters if self.trained_parameters is None else self.trained_parameters
 
 
@@ -175,7 +179,7 @@ class Heads(NamedTuple):
 
 
 class LayerCost(Strict):
-    """Everything known of one kind of layer of a module."""
+    """Costs of one kind of layer of a module."""
 
     parameters: int = Field(description="Of the whole layer.")
     tp: dict[str, LayerShard] = Field(description="By TP size.")
@@ -216,7 +220,7 @@ class LayerCost(Strict):
 
 
 class ModuleTime(Strict):
-    """Whole module at one TP size: mean over the data's packed sequences."""
+    """Time of an entire module at one TP size: mean over the data's packed sequences."""
 
     forward_ms: float
     backward_ms: float
@@ -268,7 +272,7 @@ class ModuleProfile(Strict):
 
     @property
     def output_bytes_per_sequence(self) -> float:
-        """Bytes one packed sequence sends to the next module."""
+        """Bytes that one packed sequence sends to the next module."""
         return self.cut_bytes_per_sequence[-1]
 
     @model_validator(mode="after")
@@ -285,7 +289,7 @@ class ModuleProfile(Strict):
 
 
 class DeviceProfile(Strict):
-    """The device that was measured."""
+    """Measured device."""
 
     name: str
     kind: Literal["cpu", "cuda", "analytic"]
@@ -324,9 +328,9 @@ class DeviceProfile(Strict):
 class LinkTimes(Strict):
     """Latency in µs and bandwidth in Gbit/s of messages between ranks.
 
-    A collective's bandwidth is its bus bandwidth: what the slowest link carries. In a ring of N
-    ranks an all-reduce of b bytes moves 2·b·(N-1)/N over it, an all-gather and a reduce-scatter of
-    b bytes in all b·(N-1)/N.
+    A collective's bandwidth is its bus bandwidth: the bytes over the slowest link per time. In a
+    ring of N ranks an all-reduce of b bytes moves 2·b·(N-1)/N over it, an all-gather and a
+    reduce-scatter of b bytes in total b·(N-1)/N.
     """
 
     p2p_gbps: float = Field(gt=0)
@@ -363,7 +367,7 @@ class LinkProfile(LinkTimes):
     )
 
     def of(self, inside_a_node: bool) -> LinkTimes:
-        """The links that a group uses."""
+        """Return the links that a group uses."""
         return self if inside_a_node or self.inter_node is None else self.inter_node
 
 
@@ -380,8 +384,10 @@ NAMED_ITEMS = ("image", "target", "audio")
 
 
 class SizeSample(Strict):
-    """Sizes of some packed sequences of the data, for orderings that are simulated; lists of equal
-    length."""
+    """Sizes of some packed sequences of the data, for simulated orderings.
+
+    All lists have equal length.
+    """
 
     tokens: list[int] = Field(description="Unpadded tokens of each sequence.")
     length_sq: list[int] = Field(description="Σ length² over the samples of each sequence.")
@@ -399,7 +405,7 @@ class SizeSample(Strict):
     )
 
     def areas(self, item: Item) -> list[list[int]]:
-        """Areas of the items of a modality (`spec.heads.Head`), by sequence."""
+        """Return the areas of a modality's items (`spec.heads.Head`), by sequence."""
         if item == "image":
             return self.images
         if item == "target" and self.target_areas:
@@ -410,8 +416,7 @@ class SizeSample(Strict):
         return self.others.get(item, [[]] * len(self.tokens))
 
     def sized_as(self, known: SizeSample) -> SizeSample:
-        """The same where images to generate were only counted: all have the mean area of known
-        ones."""
+        """Return the sample with the mean area of `known` targets, if targets were only counted."""
         areas = [area for of_sequence in known.target_areas for area in of_sequence]
         if not areas:
             return self
@@ -447,7 +452,7 @@ class PhaseProfile(Strict):
 
 
 class LossToBeat(Strict):
-    """Loss of a model that has not learned the task: what training has to get below."""
+    """Loss of a model that has not learned the task: an upper bound for successful training."""
 
     loss: Literal["text", "image"]
     value: float
@@ -455,7 +460,7 @@ class LossToBeat(Strict):
 
 
 class DataProfile(Strict):
-    """The dataset in numbers."""
+    """Statistics of the dataset."""
 
     samples: int
     sequences: int = Field(description="Packed sequences of one epoch.")
@@ -538,13 +543,13 @@ class DataProfile(Strict):
     sample: SizeSample
 
     def phase_at(self, step: int) -> PhaseProfile:
-        """The phase of a step, with its sizes; one of no weights where there are none."""
+        """Return the phase of a step, with its sizes; one without weights if there is none."""
         phases = [one for one in self.phases if one.step <= step]
         phase = phases[-1] if phases else PhaseProfile(step=0, weights=[])
         return phase if phase.sample else phase.model_copy(update={"sample": self.sample})
 
     def count(self, item: Item) -> int:
-        """Items of a modality."""
+        """Return the number of items of a modality."""
         known = {"image": self.images, "target": self.targets, "audio": self.clips}
         return known[item] if item in known else self.others.get(item, 0)
 
@@ -560,8 +565,10 @@ class PreprocessProfile(Strict):
     sequences_per_s_per_core: float
 
     def rate(self, item: Item) -> float:
-        """Items of a modality that a core prepares per second; 0 = not known. Images read and
-        images to generate have one rate."""
+        """Return the items of a modality that a core prepares per second; 0 = unknown.
+
+        Images read and images to generate have one rate.
+        """
         known = {
             "image": self.images_per_s_per_core,
             "target": self.images_per_s_per_core,
@@ -571,7 +578,7 @@ class PreprocessProfile(Strict):
 
 
 class Fingerprints(Strict):
-    """What an artefact was made for."""
+    """Fingerprints of an artefact's inputs."""
 
     model: str
     data: str
@@ -580,7 +587,7 @@ class Fingerprints(Strict):
 
 
 class Profile(Strict):
-    """The whole profile."""
+    """The complete profile."""
 
     version: Literal[1] = 1
     precision: Literal["fp32", "bf16"]
@@ -596,7 +603,7 @@ class Profile(Strict):
 
     @property
     def tied_layers(self) -> tuple[int, int] | None:
-        """The two layers of the model that share a weight, if there are such."""
+        """The two layers of the model that share a weight, if any."""
         first = 0
         for module in self.modules.values():
             if module.tied:
@@ -616,6 +623,6 @@ class Profile(Strict):
 
 
 def read_profile(path: Path) -> Profile:
-    """Read and check a profile; raises SpecError."""
+    """Read and check a profile; raise SpecError."""
     value = parse_json(path, "profile", "Measure one with: disttrain profile")
     return validate(Profile, value, path, "profile", "Measure again: disttrain profile")

@@ -1,4 +1,4 @@
-"""Where the artefacts of one run lie: `runs/NAME/` beside the run file."""
+"""Locations of one run's artefacts: `runs/NAME/` next to the run file."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class RunDir:
-    """Paths inside a run's folder; nothing is created by asking."""
+    """Paths inside a run's folder; accessing them creates nothing."""
 
     root: Path
 
@@ -19,7 +19,7 @@ class RunDir:
 
     @property
     def partial_index(self) -> Path:
-        """Rows of single shards, while the index is made (`data.shard_files`)."""
+        """Rows of single shards, while the index is created (`data.shard_files`)."""
         return self.root / "index.partial"
 
     @property
@@ -34,7 +34,7 @@ class RunDir:
 
     @property
     def latents(self) -> Path:
-        """Latents prepared beforehand, by generator (`spec.latents`)."""
+        """Cached latents, by generator (`spec.latents`)."""
         return self.root / "latents"
 
     @property
@@ -60,23 +60,22 @@ class RunDir:
 
     @property
     def images(self) -> Path:
-        """What the model drew and wrote when training ended, by checkpoint: PNG files and
-        `samples.json`."""
+        """Samples at the end of training, by checkpoint: PNG files and `samples.json`."""
         return self.root / "images"
 
     @property
     def samples(self) -> Path:
-        """The same of `disttrain sample`."""
+        """Output of `disttrain sample`, in the same form."""
         return self.root / "samples"
 
     @property
     def rehearsal(self) -> RunDir:
-        """Folder of the same form in which rehearsals leave theirs: traces, checkpoints, logs."""
+        """Folder of the same form for rehearsals: traces, checkpoints, logs."""
         return RunDir(self.root / "rehearsal")
 
     @property
     def preflight(self) -> RunDir:
-        """Folder of the same form for what `train --preflight` leaves: logs."""
+        """Folder of the same form for `train --preflight`: logs."""
         return RunDir(self.root / "preflight")
 
     @property
@@ -85,45 +84,48 @@ class RunDir:
 
 
 def rank_log(logs: Path, rank: int) -> Path:
-    """Log file of one rank."""
+    """Return the log file of one rank."""
     return logs / f"rank-{rank:05d}.log"
 
 
 def pulses(logs: Path) -> Path:
-    """Folder in which the ranks of a start tell what they do."""
+    """Return the folder in which the ranks of a start report their activity."""
     return logs / "pulse"
 
 
 def flight_recorder(logs: Path) -> Path:
-    """Folder in which the ranks of a start that hangs dump PyTorch's flight recorder."""
+    """Return the folder in which the ranks of a hanging start dump PyTorch's flight recorder."""
     return logs / "flight-recorder"
 
 
 def stop_file(logs: Path) -> Path:
-    """File whose appearance asks the ranks to stop after their step; it may name the signal that
-    asked for it."""
+    """Return the file whose existence makes the ranks stop after their step.
+
+    It may name the signal that requested it.
+    """
     return logs / "stop"
 
 
 def stopped_file(logs: Path) -> Path:
-    """File in which the ranks of a start that ended before its last step, with a checkpoint, say
-    what asked for it."""
+    """Return the file that names the reason of an early end with a checkpoint.
+
+    It is written by the ranks of a start that ended before its last step.
+    """
     return logs / "stopped"
 
 
 def replans_file(logs: Path) -> Path:
-    """File to which training appends the plans that it went on with, a line of JSON each."""
+    """Return the file to which training appends plans adopted while running, as JSON lines."""
     return logs / "replans.jsonl"
 
 
 def verdicts_file(logs: Path) -> Path:
-    """File to which whoever watches a run appends what its verdicts change to, a line of JSON
-    each."""
+    """Return the file to which a run's monitor appends changes of its verdicts, as JSON lines."""
     return logs / "verdicts.jsonl"
 
 
 def run_folder(path: Path) -> Path | None:
-    """The run's folder, if that or the `traces` inside it was named."""
+    """Return the run's folder, if `path` is it or the `traces` inside it; else None."""
     if (path / "traces").is_dir():
         return path
     return path.parent if path.name == "traces" else None

@@ -1,5 +1,4 @@
-"""What a model drew and wrote for given prompts: `samples.json` beside the images, read by the
-report."""
+"""Generated samples: `samples.json` next to the images, read by the report."""
 
 from __future__ import annotations
 
@@ -11,46 +10,46 @@ FILE = "samples.json"
 
 
 class Drawn(BaseModel):
-    """An image that a generator drew after a text."""
+    """Image generated for a text."""
 
-    # its name beside `samples.json`, with the module's folder where there are several generators
+    # file name relative to `samples.json`, in the module's folder if there are several generators
     file: str
     prompt: str
-    image: str | None = None  # that was read before
-    asked: str | None = None  # what the prompt asks for, where there is a judge
-    recognised: str | None = None  # what the judge sees
+    image: str | None = None  # input image, if any
+    asked: str | None = None  # label requested by the prompt, if there is a judge
+    recognised: str | None = None  # label recognised by the judge
 
 
 class Written(BaseModel):
-    """A text that the model wrote after a prompt, an image, or both."""
+    """Text generated for a prompt, an image, or both."""
 
     prompt: str
     text: str
-    # its path, as given; or beside `samples.json`, where it is of the data
+    # its path, as given; or relative to `samples.json`, if it comes from the data
     image: str | None = None
-    recorded: str | None = None  # what the data say about it
-    names_it: bool | None = None  # whether the text names what is recorded, where there is a judge
+    recorded: str | None = None  # reference text in the data
+    names_it: bool | None = None  # True if the text names the reference; None without a judge
 
 
 class Answer(BaseModel):
-    """What the model says at the end of a held-out conversation, beside what the data say."""
+    """Model's last answer in a held-out conversation, with the reference answer of the data."""
 
-    prompt: str  # what was said since the answer before
-    images: list[str] = []  # of the whole conversation, beside `samples.json`
+    prompt: str  # conversation since the previous answer
+    images: list[str] = []  # of the entire conversation, relative to `samples.json`
     text: str
     recorded: str
-    scores: dict[str, float | None] = {}  # by metric; None where it failed
+    scores: dict[str, float | None] = {}  # by metric; None if it failed
 
 
 class Judge(BaseModel):
-    """Who says what an image shows, and how often it is right about images that it has not seen."""
+    """Classifier of images, with its accuracy on unseen images."""
 
     name: str
     accuracy: float
 
 
 class Samples(BaseModel):
-    """`samples.json`."""
+    """Contents of `samples.json`."""
 
     checkpoint: str
     step: int
@@ -61,28 +60,27 @@ class Samples(BaseModel):
 
     @property
     def read(self) -> list[str]:
-        """Images beside `samples.json` that texts were written about; none where they lie
-        elsewhere."""
+        """Images next to `samples.json` about which texts were generated; none if elsewhere."""
         return [one.image for one in self.written if one.image and one.recorded is not None]
 
     @property
     def recognised(self) -> int:
-        """Drawn images in which the judge sees what was asked for."""
+        """Number of generated images in which the judge recognises the requested label."""
         return sum(one.asked is not None and one.asked == one.recognised for one in self.drawn)
 
     @property
     def named(self) -> int:
-        """Texts that name what is recorded."""
+        """Number of texts that name their reference."""
         return sum(one.names_it is True for one in self.written)
 
     @property
     def matched(self) -> int:
-        """Answers that are those of the data, word for word."""
+        """Number of answers that equal the reference, word for word."""
         return sum(one.text == one.recorded for one in self.answers)
 
     @property
     def summary(self) -> str:
-        """What there is, for people."""
+        """Summary of the counts for the user."""
         parts = [f"{len(self.drawn)} images drawn"] if self.drawn else []
         parts += [f"{len(self.written)} images read"] if self.written else []
         parts += [f"{self.matched} of {len(self.answers)} held-out answers right"] * bool(
@@ -92,7 +90,7 @@ class Samples(BaseModel):
 
     @property
     def metrics(self) -> dict[str, float]:
-        """By name, the mean score of the answers that have one."""
+        """Mean score by metric, over the answers that have one."""
         names = dict.fromkeys(name for one in self.answers for name in one.scores)
         found = {name: [one.scores.get(name) for one in self.answers] for name in names}
         given = {name: [score for score in of if score is not None] for name, of in found.items()}
@@ -100,8 +98,10 @@ class Samples(BaseModel):
 
 
 def read_samples(folder: Path) -> Samples | None:
-    """What is said of the images in a folder; None where nothing readable is, or it names files
-    outside."""
+    """Return the samples described in a folder.
+
+    None if nothing readable is there, or it names files outside the folder.
+    """
     try:
         samples = Samples.model_validate_json((folder / FILE).read_bytes())
     except (OSError, ValueError):

@@ -15,7 +15,7 @@ DRAFT = "https://json-schema.org/draft/2020-12/schema"
 
 
 def schema_text(name: str) -> str:
-    """The JSON Schema of one of `KINDS`."""
+    """Return the JSON Schema of one of `KINDS`."""
     schema = KINDS[name].model_json_schema()
     version = schema["properties"]["version"]["const"]
     head = {"$schema": DRAFT, "$id": f"urn:disttrain:{name}:{version}"}

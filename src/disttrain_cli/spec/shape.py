@@ -1,18 +1,18 @@
-"""Degrees of parallelism of a unit, in one record that travels whole."""
+"""Degrees of parallelism of a unit, as one record."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import Literal
 
-#: How a CP group attends, named as in Megatron-LM: rows are exchanged for heads, or keys and values
-#: are gathered.
+#: Communication of a CP group in attention, named as in Megatron-LM: rows are exchanged for heads,
+#: or keys and values are gathered.
 CpCommType = Literal["a2a", "all_gather"]
 
 
 @dataclass(frozen=True, order=True, kw_only=True, slots=True)
 class ParallelShape:
-    """How a unit divides its work, without its layers per stage."""
+    """Degrees of parallelism of a unit, without its layers per stage."""
 
     tp: int = 1
     cp: int = 1
@@ -37,5 +37,5 @@ class ParallelShape:
 
     @property
     def of_replica(self) -> ParallelShape:
-        """The shape of one stage of one replica: without DP and PP."""
+        """Shape of one stage of one replica: without DP and PP."""
         return replace(self, dp=1, pp=1)

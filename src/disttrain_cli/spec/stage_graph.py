@@ -1,11 +1,11 @@
-"""The stage graph: every stage of a layout, its ranks, and who is before and after whom.
+"""The stage graph: every stage of a layout, its ranks, its predecessors and successors.
 
 Units are in pipeline order around the one that holds the LLM. Those before it hold encoders: they
-are parallel branches, and each hands over to the LLM's first stage. Those behind it hold
-generators: parallel branches too, and each takes what the LLM's last stage hands over. Inside a
-unit, stages follow each other. Modules are arranged in the same way.
+are parallel branches, and each sends to the LLM's first stage. Those after it hold generators:
+parallel branches, too, and each receives from the LLM's last stage. Inside a unit, stages follow
+each other. Modules are arranged in the same way.
 
-Planner, simulator, runtime, analysis and pictures ask this graph; nothing else derives neighbours,
+Planner, simulator, runtime, analysis and pictures use this graph; nothing else derives neighbours,
 depths or cuts.
 """
 
@@ -20,30 +20,30 @@ from typing import NamedTuple, TypeVar
 from disttrain_cli.spec.plan import Layout, UnitPlan
 
 Number = TypeVar("Number", int, float)
-Cut = tuple[int, int]  # (stage that sends activations, stage that takes them), by number
+Cut = tuple[int, int]  # (stage that sends activations, stage that receives them), by number
 
 
 @dataclass(frozen=True)
 class Stage:
     """Consecutive layers of a unit, on ranks of their own."""
 
-    number: int  # through all units
+    number: int  # over all units
     unit: UnitPlan
     index: int  # inside the unit
-    layers: range  # of the whole model
-    ranks: tuple[int, ...]  # by replica, in it by CP rank, and the TP ranks of each side by side
-    before: tuple[int, ...]  # numbers of the stages whose output it takes
-    after: tuple[int, ...]  # numbers of the stages that take its output
-    depth: int  # stages before it on its line, the longest where lines meet
-    # stages from it to the end of its line, itself included, the longest where the line parts
+    layers: range  # of the entire model
+    ranks: tuple[int, ...]  # by replica, then CP rank, then TP rank
+    before: tuple[int, ...]  # numbers of the stages whose output it receives
+    after: tuple[int, ...]  # numbers of the stages that receive its output
+    depth: int  # number of preceding stages on its branch, the longest where branches meet
+    # stages from it to the end of its branch, itself included, the longest where branches fork
     to_end: int
-    parallel: frozenset[int]  # layers of parallel branches: their tensors never come here
-    # number of the stage that has the other copy of a tied weight, where there is one
+    parallel: frozenset[int]  # layers of parallel branches: their tensors never arrive here
+    # number of the stage with the tied-embedding peer, if any
     twin: int | None
 
     @property
     def weight_delay(self) -> int | None:
-        """Slots after a backward until the gradients of its weights; None: in the backward."""
+        """Slots by which weight gradients are deferred after a backward; None: not deferred."""
         delays = self.unit.weight_delay
         return None if delays is None else delays[self.index]
 
@@ -60,19 +60,19 @@ class Stage:
         return self.unit.cp
 
     def rank(self, replica: int, tp_rank: int = 0, cp_rank: int = 0) -> int:
-        """The rank at a place in a replica."""
+        """Return the rank at these coordinates."""
         return self.ranks[(replica * self.cp + cp_rank) * self.tp + tp_rank]
 
     def replica_groups(self) -> list[list[int]]:
-        """Ranks that share the work of a replica, and lie in one node or are whole nodes."""
+        """Return the groups of ranks that share a replica's work, in one node or filling nodes."""
         return _grouped(self.ranks, self.unit.tp_cp_size)
 
     def tp_groups(self) -> list[list[int]]:
-        """Ranks that share the layers, and have the same tokens of the same replica."""
+        """Return the groups of ranks that shard the layers, with the same tokens of a replica."""
         return _grouped(self.ranks, self.tp)
 
     def cp_groups(self) -> list[list[int]]:
-        """Ranks that share the tokens of a replica, and hold equal weights."""
+        """Return the groups of ranks that share the tokens of a replica, with equal weights."""
         return [
             group[tp_rank :: self.tp]
             for group in self.replica_groups()
@@ -80,7 +80,7 @@ class Stage:
         ]
 
     def dp_group(self, tp_rank: int) -> list[int]:
-        """The ranks that hold equal weights, by replica, in it by CP rank."""
+        """Return the ranks that hold equal weights, by replica, then CP rank."""
         return list(self.ranks[tp_rank :: self.tp])
 
 
@@ -90,7 +90,7 @@ def _grouped(ranks: tuple[int, ...], size: int) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class RankCoords:
-    """One rank by its stage, replica, and place in it."""
+    """One rank by its stage, replica, CP rank and TP rank."""
 
     rank: int
     stage: Stage
@@ -104,12 +104,12 @@ class RankCoords:
 
     @property
     def holder(self) -> int:
-        """Its number among the ranks that hold the same weights (`Stage.dp_group`)."""
+        """Index among the ranks that hold the same weights (`Stage.dp_group`)."""
         return self.replica * self.unit.cp + self.cp_rank
 
     @property
     def part(self) -> int:
-        """Its number among the ranks that share its replica's work on the stage."""
+        """Index among the ranks that share its replica's work on the stage."""
         return self.cp_rank * self.unit.tp + self.tp_rank
 
 
@@ -147,7 +147,7 @@ class StageGraph:
         }
 
     def coords(self, rank: int) -> RankCoords:
-        """Stage, replica and place in it of a rank."""
+        """Return the coordinates of a rank: stage, replica, TP and CP rank."""
         stage = next(stage for stage in self.stages if rank in stage.ranks)
         holder, tp_rank = divmod(stage.ranks.index(rank), stage.tp)
         replica, cp_rank = divmod(holder, stage.cp)
@@ -155,14 +155,13 @@ class StageGraph:
 
 
 def stage_graph(layout: Layout, llm: str, tied: tuple[int, int] | None = None) -> StageGraph:
-    """The graph of a layout in which the module `llm` is the LLM, and the two layers `tied` of the
-    model share a weight.
+    """Return the graph of a layout with the LLM `llm`, and with a weight shared by layers `tied`.
 
     Ranks are numbered unit by unit, inside a unit stage by stage, inside a stage replica by
-    replica, inside a replica by CP rank, the TP ranks of each side by side, so that neighbours in a
-    pipeline and the replicas of a stage lie close. Units come in pipeline order, unless their TP ×
-    CP differ: those of larger ones are numbered first, so that the ranks of every replica stay
-    inside a node, or are whole nodes.
+    replica, inside a replica by CP rank, then by TP rank, so that neighbours in a pipeline and the
+    replicas of a stage are close. Units come in pipeline order, unless their TP × CP differ: those
+    of larger ones are numbered first, so that the ranks of every replica stay inside a node, or are
+    whole nodes.
     """
     counts, branch_point = [unit.pp for unit in layout.units], layout.index_of(llm)
     cuts = stage_cuts(counts, branch_point)
@@ -203,7 +202,7 @@ def stage_graph(layout: Layout, llm: str, tied: tuple[int, int] | None = None) -
 
 
 def _with_twins(stages: Sequence[Stage], tied: tuple[int, int]) -> list[Stage]:
-    """The stages, of which those of the two tied layers know each other, where they are not one."""
+    """Return the stages with those of two tied layers linked, if they differ."""
     ends = [next(stage.number for stage in stages if layer in stage.layers) for layer in tied]
     if ends[0] == ends[1]:
         return list(stages)
@@ -212,30 +211,33 @@ def _with_twins(stages: Sequence[Stage], tied: tuple[int, int]) -> list[Stage]:
 
 
 def _first_ranks(units: Iterable[UnitPlan]) -> dict[str, int]:
-    """By unit, its first rank: those of larger TP × CP first."""
+    """Return the first rank of each unit: those of larger TP × CP come first."""
     ordered = sorted(units, key=lambda unit: -unit.tp_cp_size)
     starts = itertools.accumulate((unit.gpus for unit in ordered), initial=0)
     return {unit.name: start for unit, start in zip(ordered, starts, strict=False)}
 
 
 def neighbours(count: int, llm: int) -> list[tuple[int, int]]:
-    """(Sender, taker) of all cuts between `count` units (or modules) in pipeline order, the LLM's
-    at index `llm`."""
+    """Return (sender, receiver) of all cuts between `count` units in pipeline order.
+
+    Also for modules; the LLM's is at index `llm`.
+    """
     return [(index, llm) for index in range(llm)] + [
         (llm, index) for index in range(llm + 1, count)
     ]
 
 
 def parallel_to(index: int, count: int, llm: int) -> list[int]:
-    """The units (or modules) on parallel branches of the one at `index`, of `count` around the
-    LLM's."""
+    """Return the units (or modules) on parallel branches of the one at `index`."""
     side = range(llm) if index < llm else range(llm + 1, count) if index > llm else range(0)
     return [other for other in side if other != index]
 
 
 def stage_cuts(counts: Sequence[int], llm: int) -> list[Cut]:
-    """All cuts between stages, numbered through all units of so many stages each, in ascending
-    order."""
+    """Return all cuts between stages, in ascending order, for units with these stage counts.
+
+    Stages are numbered over all units.
+    """
     first = [0, *itertools.accumulate(counts)]
     inside = [
         (stage, stage + 1)
@@ -249,12 +251,12 @@ def stage_cuts(counts: Sequence[int], llm: int) -> list[Cut]:
 
 
 def cuts_of(stages: Sequence[Stage]) -> list[Cut]:
-    """All cuts between stages, in ascending order."""
+    """Return all cuts between stages, in ascending order."""
     return [(stage.number, taker) for stage in stages for taker in stage.after]
 
 
 def depths_of(cuts: Sequence[Cut], count: int) -> list[int]:
-    """By stage, the stages before it on the longest line that leads to it."""
+    """Return by stage the number of preceding stages on the longest branch that leads to it."""
     depths = [0] * count
     for sender, taker in cuts:
         depths[taker] = max(depths[taker], depths[sender] + 1)
@@ -262,10 +264,10 @@ def depths_of(cuts: Sequence[Cut], count: int) -> list[int]:
 
 
 def stages_to_end(cuts: Sequence[Cut], count: int) -> list[int]:
-    """By stage, the stages from it to the end of its line, itself included.
+    """Return by stage the stages from it to the end of its branch, itself included.
 
-    Of lines that begin at one stage the longest counts: a stage of a shorter one is as far from the
-    end as its peers there, so that DeepSpeed's schedule fits all of them.
+    Of branches that begin at one stage the longest counts: a stage of a shorter one is as far from
+    the end as its peers there, so that DeepSpeed's schedule fits all of them.
     """
     left = [1] * count
     for sender, taker in reversed(cuts):
@@ -276,10 +278,10 @@ def stages_to_end(cuts: Sequence[Cut], count: int) -> list[int]:
 
 
 def in_line(amounts: Sequence[Number], llm: int) -> list[Number]:
-    """By unit, its amount and all those behind it, as if generators followed each other.
+    """Return by unit the sum of its amount and all later ones, as if generators were sequential.
 
-    Of stages never fewer than `stages_to_end` of an encoder or the LLM; of a generator those after
-    it only, so that what a search prices in this way is checked again as a whole
+    For numbers of stages, encoders and the LLM get at least `stages_to_end`; a generator gets only
+    those after it, so that a search's result is checked again for the entire layout
     (`costs.memory.layout_memory`).
     """
     return [amount + sum(amounts[max(index + 1, llm) :]) for index, amount in enumerate(amounts)]

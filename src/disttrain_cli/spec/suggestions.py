@@ -1,5 +1,7 @@
-"""The key or value that a user meant: a close one of ours, or ours for another tool's name
-(`templates/other_tools.yaml`)."""
+"""Suggestions for misspelt keys and values, also by other tools' names.
+
+The latter are in `templates/other_tools.yaml`.
+"""
 
 from __future__ import annotations
 
@@ -13,23 +15,23 @@ from typing import Any, get_args, get_origin
 import yaml
 from pydantic import BaseModel
 
-CLOSE = 0.7  # difflib's ratio; 0.6, its default, takes `adamw` for `data`
-ELSEWHERE = 3  # places of a key that are named
+CLOSE = 0.7  # difflib's ratio; 0.6, its default, matches `adamw` to `data`
+ELSEWHERE = 3  # most paths of a key that are listed
 
 
 def closest(given: str, allowed: Collection[str]) -> str:
-    """`; did you mean X?`, or nothing where none of `allowed` is close."""
+    """Return `; did you mean X?`, or an empty text if none of `allowed` is close."""
     matches = difflib.get_close_matches(given, allowed, 1, CLOSE)
     return f"; did you mean {matches[0]}?" if matches else ""
 
 
 def listed(given: str, allowed: Sequence[str]) -> str:
-    """All names there are, and the closest one to `given`."""
+    """Return all allowed names, and the closest one to `given`."""
     return ", ".join(allowed) + closest(given, allowed)
 
 
 def meant_key(kind: type[BaseModel], location: tuple[Any, ...], allowed: Collection[str]) -> str:
-    """The same for a key that does not exist at `location` of `kind`, where `allowed` do."""
+    """Return a suggestion for a key unknown at `location` of `kind`, where `allowed` exist."""
     given = str(location[-1])
     paths = list(_paths(kind))
     ours = _other_tools()["keys"].get(_plain(given), "")
@@ -42,7 +44,7 @@ def meant_key(kind: type[BaseModel], location: tuple[Any, ...], allowed: Collect
 
 
 def meant_value(given: Any, allowed: Collection[str] = ()) -> str:
-    """The same for a value; `allowed` is empty where they are not a list of texts."""
+    """Return a suggestion for a value; `allowed` is empty if values are not a list of texts."""
     if isinstance(given, str) and (ours := _other_tools()["values"].get(_plain(given))):
         return f"; here it is {ours}" if not allowed or ours in allowed else ""
     return closest(given, allowed) if isinstance(given, str) else ""
@@ -64,7 +66,7 @@ def _paths(kind: type[BaseModel]) -> tuple[str, ...]:
 
 
 def field_paths(kind: type[BaseModel]) -> Iterator[str]:
-    """Dotted paths of all fields, sections included; NAME and [] stand for keys and indices."""
+    """Yield dotted paths of all fields and sections; NAME and [] stand for keys and indices."""
     for name, field in kind.model_fields.items():
         yield name
         inner, step = section(field.annotation)
@@ -73,7 +75,7 @@ def field_paths(kind: type[BaseModel]) -> Iterator[str]:
 
 
 def section(annotation: Any) -> tuple[type[BaseModel] | None, str]:
-    """The model that a field holds, if any, and how its path goes on: "", "[]" or ".NAME"."""
+    """Return the model that a field holds, if any, and its path's suffix: "", "[]" or ".NAME"."""
     for one in (annotation, *get_args(annotation)):
         if isinstance(one, type) and issubclass(one, BaseModel):
             return one, {list: "[]", dict: ".NAME"}.get(get_origin(annotation), "")

@@ -1,5 +1,4 @@
-"""How published image processors cut an image into tiles of one size, and what their processors
-write around them."""
+"""Tiling rules of published image processors, and the texts written around tiles."""
 
 from __future__ import annotations
 
@@ -16,10 +15,11 @@ from disttrain_cli.spec.joined_tiles import JoinedTiles
 
 
 class NearestRatio(Strict):
-    """InternVL's rule: the image is stretched to the grid of tiles whose ratio of sides is the
-    nearest; more tiles than one are followed by the whole image as one.
+    """InternVL's rule: the grid of tiles with the nearest aspect ratio.
 
-    As transformers' `GotOcr2ImageProcessor` (Chen et al. 2024, arXiv 2404.16821, section 3.2).
+    The image is stretched to the grid; if it has several tiles, the entire image follows as one
+    more. As transformers' `GotOcr2ImageProcessor` (Chen et al. 2024, arXiv 2404.16821, section
+    3.2).
     """
 
     rule: Literal["nearest_ratio"] = "nearest_ratio"
@@ -29,22 +29,22 @@ class NearestRatio(Strict):
     end: str = Field("</img>", description="Written behind them.")
 
     def cut(self, image: Size, tile: Size, alone: bool) -> Cut:
-        """Tiles of an image of this size."""
+        """Return the tiles of an image of this size."""
         columns, rows = _nearest(image, tile, self.least, self.most) if self.most > 1 else (1, 1)
         resized = (columns * tile[0], rows * tile[1])
         return Cut((resized,), rows, columns, "image" if columns * rows > 1 else "")
 
     def written(self, cut: Cut) -> Written:
-        """What is written around the tiles."""
+        """Return the texts around the tiles."""
         return (self.begin, *[""] * (cut.parts - 1), self.end)
 
 
 class LongestEdge(Strict):
-    """The rule of Idefics3 and SmolVLM: the longer side is resized to `longest_px`, both then to
-    whole tiles; more tiles than one are followed by the resized image as one.
+    """Rule of Idefics3 and SmolVLM: the longer side is resized, both sides rounded up to tiles.
 
-    As transformers' `Idefics3ImageProcessor` (Laurençon et al. 2024, arXiv 2408.12637, section
-    3.2).
+    The longer side becomes `longest_px`; if there are several tiles, the resized image follows as
+    one more. As transformers' `Idefics3ImageProcessor` (Laurençon et al. 2024, arXiv 2408.12637,
+    section 3.2).
     """
 
     rule: Literal["longest_edge"] = "longest_edge"
@@ -54,7 +54,11 @@ class LongestEdge(Strict):
     whole: str = Field("<global-img>", description="Written before the whole image.")
 
     def cut(self, image: Size, tile: Size, alone: bool) -> Cut:
-        """Tiles of an image of this size; ValueError where a side would have no pixel."""
+        """Return the tiles of an image of this size.
+
+        Raises:
+            ValueError: a side would have no pixel.
+        """
         first = _below(_at_longest(image, self.longest_px), MOST_PX)
         if not self.splits:
             return Cut((first, tile), 1, 1)
@@ -65,7 +69,7 @@ class LongestEdge(Strict):
         return Cut((first, resized), rows, columns, "resized" if columns * rows > 1 else "")
 
     def written(self, cut: Cut) -> Written:
-        """What is written around the tiles."""
+        """Return the texts around the tiles."""
         if not cut.whole:
             return (self.around + self.whole, self.around)
         texts = list(self._rows(cut))
@@ -82,17 +86,17 @@ RULES = (NearestRatio, LongestEdge, JoinedTiles)
 Tiling = Annotated[
     NearestRatio | LongestEdge | JoinedTiles,
     Field(discriminator="rule"),
-    # in one piece, as schemas that hold it are parts of others
+    # inlined, as schemas that contain it are parts of others
     WithJsonSchema({"anyOf": [rule.model_json_schema() for rule in RULES]}),
 ]
 
-#: Longer sides are reduced to it by Idefics3's rule, whatever the folder says.
+#: Longest side under Idefics3's rule, whatever the folder says.
 MOST_PX = 4096
 
 
 @lru_cache
 def _grids(least: int, most: int) -> list[tuple[int, int]]:
-    """Columns and rows of at least and at most so many tiles, of few tiles first."""
+    """Return (columns, rows) with `least` to `most` tiles, those of few tiles first."""
     sides = range(1, most + 1)
     grids = [(columns, rows) for columns in sides for rows in sides]
     fitting = [grid for grid in grids if least <= grid[0] * grid[1] <= most]
@@ -101,8 +105,10 @@ def _grids(least: int, most: int) -> list[tuple[int, int]]:
 
 @lru_cache(maxsize=4096)
 def _nearest(image: Size, tile: Size, least: int, most: int) -> tuple[int, int]:
-    """Columns and rows; of equally near ones more tiles, as long as half their area is less than
-    the image's."""
+    """Return the columns and rows with the nearest aspect ratio.
+
+    Of equally near ones that with more tiles, as long as half their area is less than the image's.
+    """
     ratio, best, nearest = image[0] / image[1], (1, 1), math.inf
     for columns, rows in _grids(least, most):
         far = abs(ratio - columns / rows)
@@ -113,7 +119,7 @@ def _nearest(image: Size, tile: Size, least: int, most: int) -> tuple[int, int]:
 
 
 def _at_longest(image: Size, longest_px: int) -> Size:
-    """The longer side becomes `longest_px`, the other one even, or 1."""
+    """Return the size with `longest_px` as the longer side, the other one even, or 1."""
     width, height = image
     ratio = width / height
     if width >= height:
@@ -124,7 +130,7 @@ def _at_longest(image: Size, longest_px: int) -> Size:
 
 
 def _below(image: Size, longest_px: int) -> Size:
-    """Where the longer side is longer, it becomes `longest_px`."""
+    """Return the size reduced to `longest_px` as the longer side, if that is longer."""
     width, height = image
     ratio = width / height
     if max(image) <= longest_px:
@@ -135,7 +141,7 @@ def _below(image: Size, longest_px: int) -> Size:
 
 
 def _whole_tiles(image: Size, tile_px: int) -> Size:
-    """Both sides as whole tiles, of the longer one first."""
+    """Return both sides rounded up to whole tiles, the longer one first."""
     width, height = image
     ratio = width / height
 

@@ -1,10 +1,9 @@
-"""The trace schema: one row per operation of a rank, in Parquet segments that DuckDB reads in
-place.
+"""The trace schema: one row per operation of a rank, in Parquet segments that DuckDB can read.
 
 Layout of `runs/NAME/traces/`:
 
     job.json                              `Job`: plan, FLOP models and peak, written before step 0
-    rank-00003/segment-00000.parquet      rows of `TRACE_COLUMNS`, written whole
+    rank-00003/segment-00000.parquet      rows of `TRACE_COLUMNS`, written atomically
     rank-00003/segment-00001.arrows       rows since then, appended after every step (Arrow's stream
                                           format); becomes segment-00001.parquet, unless its process
                                           ends before
@@ -35,19 +34,18 @@ from disttrain_cli.spec.runfile.rehearse import FaultSpec
 if TYPE_CHECKING:
     import pyarrow as pa
 
-# Operations of a row. `receive_*` lasts from asking to having, waiting included; `wait` is the time
-# until earlier sends have left, and of an emulated device until it may begin its first forward
-# with weights that are being gathered; `load` is the wait for data; forward, backward and weights
-# (the weights' part of a backward in two parts) have one row per module of a stage and slot. Of the
-# weights' parts that are left at the end and computed layer by layer, a row is as long as the part
-# took, and they stand one after the other, slot by slot (`watching.turns`). On a GPU, whose
-# host runs ahead, all times are those at which its stream comes to a row's ends
-# (`watching.device_clock`).
+# Operations of a row. `receive_*` lasts from request to arrival, waiting included; `wait` is the
+# time until earlier sends have completed, and on an emulated device until its first forward may
+# begin while weights are being gathered; `load` is the wait for data; forward, backward and weights
+# (the weight gradients of a split backward) have one row per module of a stage and slot. For
+# deferred weight gradients computed layer by layer at the end, a row is as long as the computation
+# took, and rows are consecutive, slot by slot (`watching.turns`). On a GPU, whose host runs ahead,
+# all times are those at which its stream reaches a row's ends (`watching.device_clock`).
 COMPUTE = ("forward", "backward", "weights")
 FORWARD, BACKWARD, WEIGHTS = range(len(COMPUTE))
 TRANSFERS = ("send_activation", "receive_activation", "send_gradient", "receive_gradient")
-# `memory` is a moment: bytes are the most that the rank has held on its device for its stage so far
-# (CPU: growth of its process since the stage was built).
+# `memory` is an instant: bytes are the most that the rank has held on its device for its stage so
+# far (CPU: growth of its process since the stage was built).
 OPERATIONS = (
     "load",
     *COMPUTE,
@@ -63,9 +61,9 @@ OPERATIONS = (
 # Column → Arrow type. `slot`, `stage` are -1 where they do not apply; `stage` counts inside the
 # unit; tokens, images, sum_length_sq are the amounts of `Work` of the row's module (images = items
 # for encoder and generator, images read for the LLM); bytes of a transfer; peer is the other rank,
-# -1 for several or none; late_ns is the part of a rehearsal's `receive_*` in which its message was
-# late because the host was, not the emulated link; exchange_ns is the part of a forward or backward
-# in which the rank exchanged with its TP or CP group, waiting included; null where it has none.
+# -1 for several or none; late_ns is the part of a rehearsal's `receive_*` by which its message was
+# delayed by the host, not by the emulated link; exchange_ns is the part of a forward or backward in
+# which the rank communicated with its TP or CP group, waiting included; null without such groups.
 TRACE_COLUMNS: dict[str, str] = {
     "run": "string",
     "step": "int32",
@@ -96,7 +94,7 @@ STEP_COLUMNS: dict[str, str] = {
     "step": "int32",
     "loss": "float64",
     "loss_text": "float64",
-    "loss_image": "float64",  # null where there is no generator
+    "loss_image": "float64",  # null without a generator
     "grad_norm": "float64",
     "learning_rate": "float64",
     "learning_rates": "map<string,float64>",
@@ -109,19 +107,19 @@ STEP_COLUMNS: dict[str, str] = {
     "targets": "int64",
     "model_flops": "float64",
     "end_ns": "int64",
-    "skipped_steps": "int32",  # up to this one, since the start
+    "skipped_steps": "int32",  # since the start, up to this step
     "evaluation_loss": "float64",
     "evaluation_loss_text": "float64",
     "evaluation_loss_image": "float64",  # or null
-    "generator_losses": "map<string,float64>",  # where there are several; loss_image is their mean
-    # longest time that a rank's main thread could run and had no core; null where not known
+    "generator_losses": "map<string,float64>",  # if there are several; loss_image is their mean
+    # longest time that a rank's main thread was runnable without a core; null if unknown
     "core_wait_s": "float64",
 }
 
 
 # Sizes of the first `SIZES_PER_STEP` sequences of each global batch in the order of the data, which
-# is shuffled: what a new profile needs to know of the data that the run has really seen. The fields
-# are those of `SizeSample`.
+# is shuffled: input of a new profile from data that the run has processed. The fields are those of
+# `SizeSample`.
 SIZE_COLUMNS: dict[str, str] = {
     "run": "string",
     "step": "int32",
@@ -133,9 +131,9 @@ SIZE_COLUMNS: dict[str, str] = {
 }
 SIZES_PER_STEP = 32
 
-# What the replicas of the LLM's unit worked on: one row per packed sequence of a step. `samples`
-# are rows of the index (`spec.index`), `names` their keys in their shards, in the order in which
-# they stand in the sequence.
+# Samples processed by the replicas of the LLM's unit: one row per packed sequence of a step.
+# `samples` are rows of the index (`spec.index`), `names` their keys in their shards, in the order
+# of the sequence.
 SAMPLE_COLUMNS: dict[str, str] = {
     "run": "string",
     "step": "int32",
@@ -150,7 +148,7 @@ SAMPLE_COLUMNS: dict[str, str] = {
 
 
 def arrow_schema(columns: dict[str, str]) -> pa.Schema:
-    """The columns' types in Arrow."""
+    """Return the columns' types in Arrow."""
     import pyarrow as pa
 
     kinds = {
@@ -165,13 +163,12 @@ def arrow_schema(columns: dict[str, str]) -> pa.Schema:
     return pa.schema([(name, kinds[kind]) for name, kind in columns.items()])
 
 
-#: Ending of a segment that is being recorded.
+#: Suffix of a segment that is being recorded.
 OPEN_SEGMENT = ".arrows"
 
 
 def segments_of(folders: Iterable[Path]) -> tuple[list[Path], list[Path]]:
-    """Segments in these folders: those written whole, and the open ones that have not been replaced
-    by such."""
+    """Return the completed segments in these folders, and open ones not yet replaced by such."""
     segments = sorted(file for folder in folders for file in folder.glob("segment-*"))
     whole = [file for file in segments if file.suffix == ".parquet"]
     replaced = set(whole)
@@ -183,7 +180,7 @@ def segments_of(folders: Iterable[Path]) -> tuple[list[Path], list[Path]]:
 
 
 class Rehearsed(Strict):
-    """How a rehearsal stood in for the cluster."""
+    """Settings of the rehearsal that emulated the cluster."""
 
     processes: int
     time_scale: float = Field(
@@ -198,7 +195,7 @@ class Rehearsed(Strict):
 
 
 class Job(Strict):
-    """What the analysis must know of a run besides its rows."""
+    """Facts about a run that the analysis needs in addition to its rows."""
 
     version: Literal[1] = 1
     run: str
@@ -213,7 +210,7 @@ class Job(Strict):
 
 
 def profile_file(traces: Path, rank: int, start: str) -> Path:
-    """Torch's profile of a rank, of one start of the run."""
+    """Return the file of torch's profile of a rank, for one start of the run."""
     return traces / "kineto" / f"rank-{rank:05d}-{start}.json.gz"
 
 
@@ -221,17 +218,17 @@ _MARK = re.compile(r"disttrain (\w+) step (\d+) slot (-?\d+)(?: (.+))?")
 
 
 def mark(operation: str, step: int, slot: int, module: str) -> str:
-    """Name of the annotation that an operation has in torch's profile."""
+    """Return the name of an operation's annotation in torch's profile."""
     return f"disttrain {operation} step {step} slot {slot} {module}".rstrip()
 
 
 def read_mark(name: str) -> tuple[str, int, int, str] | None:
-    """(operation, step, slot, module) of an annotation; None for one that is not ours."""
+    """Return (operation, step, slot, module) of an annotation; None if it is not ours."""
     match = _MARK.fullmatch(name)
     return (match[1], int(match[2]), int(match[3]), match[4] or "") if match else None
 
 
 def read_job(path: Path) -> Job:
-    """Read and check `job.json`; raises SpecError."""
+    """Read and check `job.json`; raise SpecError."""
     value: Any = parse_json(path, "job description", "Record a run with: disttrain train")
     return validate(Job, value, path, "job description")

@@ -1,8 +1,7 @@
-"""How a published video processor prepares a video: which frames of it are seen, at which size, and
-what is written between them, as its numbers say.
+"""Rule of a published video processor: sampled frames, their size, and texts between them.
 
-Two frames that follow each other are a temporal patch, and each patch is an item of its own to the
-tower: a grid of patches of its own, attention inside it.
+Two consecutive frames are a temporal patch, and each patch is an item of its own to the tower: a
+grid of patches of its own, attention inside it.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ from disttrain_cli.spec.image_processor import MOST_RATIO, Filter
 
 VideoRule = Literal["qwen2_vl", "qwen3_vl"]
 TEMPORAL = 2  # frames of a temporal patch
-BEGIN, END = "<|vision_start|>", "<|vision_end|>"  # around one, where its time is written
-#: A rate in frames per second is kept as a whole number of these; denominators of rates up to
-#: 30,000 are found again.
+BEGIN, END = "<|vision_start|>", "<|vision_end|>"  # around one, if its time is written
+#: A rate in frames per second is stored as an integer number of these; rates with denominators up
+#: to 30,000 are recovered exactly.
 NHZ = 10**9
 MOST_DENOMINATOR = 30_000
 
 
 class Film(NamedTuple):
-    """Of a video file: pixels of a frame, frames, and their rate in billionths per second."""
+    """Header of a video: pixels of a frame, frames, and their rate in billionths per second."""
 
     width_px: int
     height_px: int
@@ -41,11 +40,11 @@ class Film(NamedTuple):
 
 
 class VideoProcessor(Strict):
-    """The rule of a published video processor.
+    """Rule of a published video processor.
 
     qwen2_vl: `min_pixels` and `max_pixels` are of each frame (transformers'
-    `Qwen2VLVideoProcessor`); the positions of a patch's tokens say its time. qwen3_vl: they are of
-    all frames together (`Qwen3VLVideoProcessor`); a text before each patch says its time.
+    `Qwen2VLVideoProcessor`); the positions of a patch's tokens encode its time. qwen3_vl: they are
+    of all frames together (`Qwen3VLVideoProcessor`); a text before each patch states its time.
     """
 
     rule: VideoRule
@@ -80,10 +79,10 @@ class VideoProcessor(Strict):
         return self
 
     def numbers(self, film: Film) -> list[int]:
-        """Of the frames that are seen, padded to whole temporal patches by the last one.
+        """Return the indices of sampled frames, padded to whole temporal patches by the last one.
 
         Raises:
-            ValueError: it has too few.
+            ValueError: the video has too few frames.
         """
         if film.frames < TEMPORAL:
             raise ValueError(f"a video of {film.frames} frame, at least {TEMPORAL} are needed")
@@ -91,16 +90,16 @@ class VideoProcessor(Strict):
         return numbers + numbers[-1:] * (len(numbers) % TEMPORAL)
 
     def _even(self, film: Film) -> list[int]:
-        """As `Qwen2VLVideoProcessor.sample_frames`."""
+        """Return sampled frames as `Qwen2VLVideoProcessor.sample_frames`, without padding."""
         most = min(self.max_frames, film.frames) // TEMPORAL * TEMPORAL
         wanted = min(max(film.frames / film.fps * self.fps, self.min_frames), most)
         count = math.floor(wanted / TEMPORAL) * TEMPORAL
         step = film.frames / count
-        # torch.arange's, in double precision and rounded to single
+        # values of torch.arange, in double precision and rounded to single
         return [int(_single(at * step)) for at in range(math.ceil(film.frames / step))]
 
     def _from_end_to_end(self, film: Film) -> list[int]:
-        """As `Qwen3VLVideoProcessor.sample_frames`."""
+        """Return sampled frames as `Qwen3VLVideoProcessor.sample_frames`, without padding."""
         import numpy as np
 
         wanted = int(film.frames / film.fps * self.fps)
@@ -109,7 +108,7 @@ class VideoProcessor(Strict):
         return numbers
 
     def misfit(self, film: Film, block_px: int) -> str | None:
-        """Why a video is not read, if it is not."""
+        """Return why a video is not read; None if it is."""
         try:
             self.size_px(film, block_px)
         except ValueError as error:
@@ -117,21 +116,21 @@ class VideoProcessor(Strict):
         return None
 
     def written(self, film: Film) -> Written:
-        """The texts before, between and behind its temporal patches."""
+        """Return the texts before, between and after its temporal patches."""
         if self.rule == "qwen2_vl":
             return ("",) * (self.patches(film) + 1)
         times = [f"<{seconds:.1f} seconds>{BEGIN}" for seconds in self.seconds(film)]
         return (times[0], *(END + time for time in times[1:]), END)
 
     def patches(self, film: Film) -> int:
-        """How many temporal patches are seen."""
+        """Return the number of temporal patches."""
         return len(self.numbers(film)) // TEMPORAL
 
     def size_px(self, film: Film, block_px: int) -> tuple[int, int]:
-        """Height and width of its frames, whole blocks.
+        """Return height and width of its frames, whole blocks.
 
         Raises:
-            ValueError: it has too few frames, or sides too unlike.
+            ValueError: it has too few frames, or an extreme aspect ratio.
         """
         self.numbers(film)
         seen = self._seen(film)
@@ -150,12 +149,12 @@ class VideoProcessor(Strict):
         )
 
     def _seen(self, film: Film) -> int:
-        """Frames that are seen, without padding."""
+        """Return the number of sampled frames, without padding."""
         rule = self._even if self.rule == "qwen2_vl" else self._from_end_to_end
         return len(rule(film))
 
     def _budget(self, seen: int, block_px: int) -> tuple[int, int]:
-        """Pixels at least and at most: of a frame (qwen2_vl), or of all (qwen3_vl)."""
+        """Return the least and most pixels: of a frame (qwen2_vl), or of all (qwen3_vl)."""
         least, most, area = self.min_pixels, self.max_pixels, block_px**2
         bound = self.most_frame_pixels
         if self.most_pixels is not None:
@@ -173,13 +172,13 @@ class VideoProcessor(Strict):
         return min(least, most), most
 
     def seconds(self, film: Film) -> list[float]:
-        """The middle of each temporal patch, in seconds."""
+        """Return the middle of each temporal patch, in seconds."""
         numbers = self.numbers(film)
         times = [number / film.fps for number in numbers]
         return [(times[at] + times[at + TEMPORAL - 1]) / 2 for at in range(0, len(times), TEMPORAL)]
 
     def times(self, film: Film) -> list[int]:
-        """Of each temporal patch, by how much the positions of its tokens are advanced in time."""
+        """Return the temporal position offset of each temporal patch's tokens."""
         if self.rule != "qwen2_vl":
             return [0] * self.patches(film)
         # as `get_rope_index`, whose seconds are a tensor in single precision
@@ -191,7 +190,7 @@ class VideoProcessor(Strict):
 def _smart_size(
     sides: tuple[int, int], frames: int, block_px: int, least: int, most: int
 ) -> tuple[int, int]:
-    """The operations of both `smart_resize` in their order, so that they round alike."""
+    """Return the size by the operations of both `smart_resize` in their order, to round alike."""
     height, width = sides
     rows, columns = round(height / block_px) * block_px, round(width / block_px) * block_px
     of_all = (1 if frames == 1 else round(frames / TEMPORAL) * TEMPORAL) * rows * columns
@@ -207,7 +206,7 @@ def _smart_size(
 
 
 def _single(value: float) -> float:
-    """Rounded to single precision."""
+    """Return the value rounded to single precision."""
     import numpy as np
 
     return float(np.float32(value))

@@ -1,5 +1,4 @@
-"""Files written whole or not at all; what is no file (a device, a pipe) takes the bytes as they
-come."""
+"""Atomic writes of files; devices and pipes are written directly."""
 
 from __future__ import annotations
 
@@ -14,19 +13,18 @@ from typing import BinaryIO
 
 from disttrain_cli.errors import SpecError
 
-MOST_LINKS = 40  # that the kernel follows
+MOST_LINKS = 40  # followed by the kernel
 
 
 def write_whole(path: Path, content: str | bytes) -> Path:
-    """Write `content` as `whole_file` does; raises SpecError as it does."""
+    """Write `content` atomically as `whole_file` does; raise SpecError as it does."""
     with whole_file(path) as file:
         file.write(content.encode() if isinstance(content, str) else content)
     return path
 
 
 def keep_before(path: Path) -> Path | None:
-    """Keep a copy of a file that is about to be replaced, as NAME.before; None where there is no
-    file."""
+    """Copy a file that is about to be replaced to NAME.before; return None if there is no file."""
     return (
         write_whole(path.with_name(f"{path.name}.before"), path.read_bytes())
         if is_own_file(path)
@@ -35,19 +33,21 @@ def keep_before(path: Path) -> Path | None:
 
 
 def is_own_file(path: Path) -> bool:
-    """Whether there is a file that others may be put beside: no device, no pipe, not where stdout
-    happens to go."""
+    """Return True for a regular file next to which others may be created.
+
+    False for devices, pipes, and the target of stdout.
+    """
     return path.is_file() and _descriptor(path) is None
 
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """A file to write beside `path`, renamed into place at the end; where anything fails, `path`
-    stays as it is.
+    """Open a temporary file next to `path`, renamed to it at the end of the context.
 
-    A link stays and the file that it names is written. A file that is there keeps its mode and
-    owner, a new one gets what the umask leaves. A device or pipe is opened and written directly; a
-    descriptor of this process (/dev/stdout, /dev/fd/3) goes on where it stands.
+    If anything fails, `path` is unchanged. A link stays and the file that it names is written. An
+    existing file keeps its mode and owner, a new one follows the umask. A device or pipe is opened
+    and written directly; a descriptor of this process (/dev/stdout, /dev/fd/3) continues at its
+    position.
 
     Raises:
         SpecError: it cannot be written (missing permission, disk full).
@@ -56,7 +56,7 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
     try:
         there, descriptor = _status(path), _descriptor(path)
         if descriptor is not None:
-            sys.stdout.flush()  # what was printed before stands before
+            sys.stdout.flush()  # earlier output comes first
             with open(os.dup(descriptor), "wb") as file:
                 yield file
             return
@@ -70,7 +70,7 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
         with open(temporary, "xb") as file:
             if there is not None:
                 os.fchmod(file.fileno(), stat.S_IMODE(there.st_mode))
-                with suppress(PermissionError):  # only root may give files away
+                with suppress(PermissionError):  # only root may change owners
                     os.fchown(file.fileno(), there.st_uid, there.st_gid)
             yield file
         os.replace(temporary, real)
@@ -85,8 +85,10 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def _descriptor(path: Path) -> int | None:
-    """The open file of this process that `path` stands for, such as 1 for /dev/stdout; None where
-    it is none."""
+    """Return the open descriptor of this process that `path` stands for, such as 1 for /dev/stdout.
+
+    None if it stands for none.
+    """
     for _ in range(MOST_LINKS):
         if os.path.realpath(path.parent) in (f"/proc/{os.getpid()}/fd", "/dev/fd"):
             return int(path.name) if path.name.isdecimal() else None
@@ -97,7 +99,7 @@ def _descriptor(path: Path) -> int | None:
 
 
 def _status(path: Path) -> os.stat_result | None:
-    """Of what `path` leads to, None where that is nothing yet."""
+    """Return the status of the file that `path` leads to; None if it does not exist."""
     try:
         return os.stat(path)
     except FileNotFoundError:

@@ -6,14 +6,14 @@ from typing import NamedTuple
 
 
 class Work(NamedTuple):
-    """What one forward of a module processes.
+    """Amounts that one forward of a module processes.
 
-    encoder: items = images read, tokens = their patches, sum_length_sq = Σ patches² per image; or
-    audio clips and
-        their positions. llm: items = packed sequences, tokens = their unpadded tokens,
-        sum_length_sq = Σ length² per sample,
-        or what windows leave of it (`ModelInputs.length_sq`). generator: items = images generated,
-        tokens = their latent pixels, sum_length_sq = Σ pixels² per image.
+    encoder    items = images read, tokens = their patches, sum_length_sq = Σ patches² per
+               image; or audio clips and their positions
+    llm        items = packed sequences, tokens = their unpadded tokens, sum_length_sq =
+               Σ length² per sample, or its rest with windows (`ModelInputs.length_sq`)
+    generator  items = images generated, tokens = their latent pixels, sum_length_sq =
+               Σ pixels² per image
     """
 
     items: float = 0.0
@@ -25,5 +25,5 @@ class Work(NamedTuple):
         return Work(self[0] + other[0], self[1] + other[1], self[2] + other[2])
 
     def scaled(self, factor: float) -> Work:
-        """The same mix of sizes, `factor` times as much of it."""
+        """Return the same mix of sizes, multiplied by `factor`."""
         return Work(self.items * factor, self.tokens * factor, self.sum_length_sq * factor)

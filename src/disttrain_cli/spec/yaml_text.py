@@ -1,5 +1,7 @@
-"""YAML as plain data, whoever wrote it: bounded however its aliases multiply; and the lines that
-values stand in."""
+"""Bounded parsing of untrusted YAML to plain data, and the lines of its values.
+
+The bounds also apply to the expansion of aliases.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +11,12 @@ from typing import Any, NoReturn
 
 import yaml
 
-MOST_NESTED = 64  # levels of lists and mappings, those that aliases stand for included
-MOST_VALUES = 200_000  # scalars, lists and mappings, those that aliases stand for included
+MOST_NESTED = 64  # levels of lists and mappings, including expanded aliases
+MOST_VALUES = 200_000  # scalars, lists and mappings, including expanded aliases
 
 
 class _Loader(yaml.CSafeLoader):
-    """YAML's safe loader; a key given twice is an error, not the last one wins, and every error has
-    its place."""
+    """YAML's safe loader in which duplicate keys are errors, and every error has its position."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
@@ -44,7 +45,11 @@ class _Loader(yaml.CSafeLoader):
 
 
 def load_yaml(text: str) -> Any:
-    """Plain data of one document; raises ValueError, which says what is wrong and in which line."""
+    """Return the plain data of one document.
+
+    Raises:
+        ValueError: the text is invalid; the message names the problem and its line.
+    """
     try:
         _check_size(text)
         return yaml.load(text, Loader=_Loader)
@@ -53,10 +58,10 @@ def load_yaml(text: str) -> Any:
 
 
 def lines_of(text: str, paths: Sequence[tuple[Any, ...]]) -> list[int | None]:
-    """The line of each path (keys and positions from the top), or of the innermost part of it that
-    is there.
+    """Return the line of each path, or of its innermost existing part.
 
-    None where nothing of the path is there, or the text is no YAML.
+    Paths are keys and indices from the top. None if nothing of the path exists, or the text is not
+    YAML.
     """
     try:
         _check_size(text)
@@ -83,15 +88,14 @@ def _line_of(node: yaml.Node | None, path: tuple[Any, ...]) -> int | None:
 
 
 def _check_size(text: str) -> None:
-    """Refuse what would overflow the loader's stack, or grow beyond bounds with every alias written
-    out."""
+    """Raise ValueError for a document that would overflow the loader's stack or expand too far."""
     inside: list[_Part] = []  # from the outermost list or mapping to the innermost
     anchored: dict[str, _Part] = {}
     values = 0
     for event in yaml.parse(text, Loader=yaml.CSafeLoader):
         if isinstance(event, yaml.CollectionEndEvent):
             part = inside.pop()
-        # the loader refuses unknown ones
+        # the loader rejects unknown ones
         elif isinstance(event, yaml.AliasEvent) and event.anchor in anchored:
             part = anchored[event.anchor]
             if part in inside:
@@ -119,14 +123,13 @@ def _check_size(text: str) -> None:
 
 
 class _Part:
-    """A value of a document: how many it is with those in it, and in how many levels of lists and
-    mappings."""
+    """Size of a value of a document: number of values, and levels of lists and mappings."""
 
     def __init__(self, levels: int) -> None:
         self.values, self.levels = 1, levels
 
     def add(self, inner: _Part) -> None:
-        """Hold one more value."""
+        """Add one more value."""
         self.values += inner.values
         self.levels = max(self.levels, inner.levels + 1)
 

@@ -1,8 +1,7 @@
-"""From the run file's modules to checked configurations of transformers and diffusers classes: one
-file per family.
+"""Checked configurations of library classes from the run file's modules, one file per family.
 
 transformers swallows misspelt fields and diffusers raises tracebacks; here every wrong field is
-named. Which function reads which architecture, `models.architectures` says.
+named. `models.architectures` maps each architecture to its reader.
 """
 
 from disttrain_cli.models.configs.checks import ModuleConfig, refused

@@ -1,4 +1,4 @@
-"""Checks of the sizes that a generator's images are trained at (`buckets` of the run file)."""
+"""Checks of a generator's training image sizes (`buckets` of the run file)."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from disttrain_cli.models.configs.checks import wrong_field
 from disttrain_cli.spec.buckets import Buckets
 from disttrain_cli.spec.runfile.model import ModuleSpec
 
-#: Architectures whose layers take images of any size, and what limits their patches per side.
+#: Architectures that support images of any size, and the field that limits their patches per side.
 BUCKETED = {"sd3": "pos_embed_max_size", "flux": None, "lumina2": "axes_lens"}
 
 
 def read_buckets(
     name: str, architecture: str, spec: ModuleSpec, config: Any, factor: int, patch: int
 ) -> Buckets | None:
-    """The sizes of a run file's module, if it gives some.
+    """Return the image sizes of a run file's module, if it sets any.
 
     Args:
-        factor: pixels per side of a latent,
+        factor: pixels per side of a latent.
         patch: latents per side of a patch.
 
     Raises:
-        SpecError: the architecture learns squares only, or a size is not whole patches, more than
-            the model has positions for, or there twice.
+        SpecError: the architecture supports squares only, or a size is not a multiple of the patch,
+            exceeds the model's positions, or is listed twice.
     """
     if spec.buckets is None:
         return None
@@ -53,7 +53,7 @@ def read_buckets(
 
 
 def _most(config: Any, field: str | None) -> tuple[float, float]:
-    """Patches per column and row that the model has positions for."""
+    """Return the most patches per column and per row that the model has positions for."""
     if field is None:
         return float("inf"), float("inf")
     most = config[field]

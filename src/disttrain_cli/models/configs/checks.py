@@ -1,4 +1,4 @@
-"""A module's configuration, the errors of wrong ones, and checks that all transformers share."""
+"""Module configuration, its errors, and checks that all transformers share."""
 
 from __future__ import annotations
 
@@ -19,36 +19,35 @@ from disttrain_cli.spec.runfile.model import ModuleSpec
 
 @dataclass(frozen=True)
 class ModuleConfig:
-    """A module's checked configuration."""
+    """Checked configuration of a module."""
 
     name: str
     kind: str
     architecture: str
-    # of transformers' class; for generators a dict of all arguments of diffusers' class
+    # transformers' configuration; for generators a dict of all arguments of diffusers' class
     config: Any
     vae: dict[str, Any] | None = None  # all arguments of the generator's AutoencoderKL
-    noise: Noise | None = None  # how the generator's images become noise
-    lora: Lora | None = None  # its adapters
-    buckets: Buckets | None = None  # sizes of a generator's images, where they differ
+    noise: Noise | None = None  # noise schedule of a generator
+    lora: Lora | None = None  # adapters
+    buckets: Buckets | None = None  # sizes of a generator's images, if they differ
 
 
 def refused(name: str, architecture: str, error: Exception, section: str = "config") -> SpecError:
-    """The error of a library's class that does not accept a module's configuration, as one of
-    ours."""
+    """Convert a library class's error about a module's configuration to a SpecError."""
     return SpecError(
         f"model.modules.{name}.{section} does not fit {architecture}", " ".join(str(error).split())
     )
 
 
 def wrong(name: str, field: str, given: Any, allowed: str, section: str = "config") -> SpecError:
-    """The error of a field's value."""
+    """Return the error about a field's value."""
     what = f"model.modules.{name}.{section}.{field} does not fit"
     step = "Correct it in the run file, or in config.json of the folder that it comes from."
     return SpecError(what, f"given: {given!r}; allowed: {allowed}", step)
 
 
 def wrong_field(name: str, field: str, given: Any, allowed: str) -> SpecError:
-    """The error of a value of the module itself, beside its `config`."""
+    """Return the error about a field of the module itself, outside its `config`."""
     what = f"model.modules.{name}.{field} does not fit"
     return SpecError(what, f"given: {given!r}; allowed: {allowed}", "Correct it in the run file.")
 
@@ -65,18 +64,20 @@ def refuse_unknown(
             raise SpecError(what, f"known: {', '.join(near)}")
 
 
-#: Largest numbers of a configuration: blocks in a row, ids and positions, and everything else that
-#: is whole.
+#: Upper limits of numbers in a configuration: consecutive blocks, ids and positions, all other
+#: integers.
 MOST_LAYERS, MOST_IDS, MOST_WIDTH = 256, 2**24, 2**17
 LAYERS = re.compile(r"depth|(^|_)layers($|_)")
 IDS = re.compile(r"vocab|position|window|_id($|_)|_ids$")
-#: Fields that size nothing, or whose larger numbers are checked with their meaning.
+#: Fields that determine no size, or whose upper limits are checked where they are used.
 FREE = re.compile(r"^(rope|initializer|max_length|sample_size|num_train)")
 
 
 def check_numbers(name: str, fields: Mapping[str, Any], section: str = "config") -> None:
-    """Raise SpecError for the first number that no machine could build or count: in lists and
-    mappings too."""
+    """Raise SpecError for the first number that no machine could build or count.
+
+    Numbers in lists and mappings are checked, too.
+    """
     for field, given in fields.items():
         most = (
             MOST_LAYERS if LAYERS.search(field) else MOST_IDS if IDS.search(field) else MOST_WIDTH
@@ -89,7 +90,7 @@ def check_numbers(name: str, fields: Mapping[str, Any], section: str = "config")
 
 
 def numbers_in(value: Any) -> Iterator[int | float]:
-    """The numbers of a field, of all its parts where it is a list or a mapping."""
+    """Yield the numbers of a field, recursively if it is a list or a mapping."""
     if isinstance(value, (list, tuple)):
         for part in value:
             yield from numbers_in(part)
@@ -102,21 +103,21 @@ def numbers_in(value: Any) -> Iterator[int | float]:
 
 
 def refuse_dropout(name: str, field: str, value: float | None) -> None:
-    """Raise SpecError where a probability of dropout is not zero."""
+    """Raise SpecError if a dropout probability is not zero."""
     if value:
         raise wrong(name, field, value, "0: this dropout would depend on the layout")
 
 
 def check_dropout(name: str, field: str, value: float) -> None:
-    """Raise SpecError where a probability of dropout is none."""
+    """Raise SpecError if a dropout probability is not in [0, 1)."""
     if not 0.0 <= value < 1.0:
         raise wrong(name, field, value, "from 0 to below 1")
 
 
-#: What the library's classes raise for values that they cannot take.
+#: Exceptions of the libraries' classes for unsupported values.
 MISTAKES = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError)
 
-#: Checks a configuration of transformers; raises SpecError.
+#: Check of a transformers configuration; raises SpecError.
 Check = Callable[[str, ModuleSpec, Any], None]
 
 
@@ -128,8 +129,9 @@ def read_transformer(
     spec: ModuleSpec,
     fields: dict[str, Any],
 ) -> Any:
-    """The checked configuration of a transformers class, of a `config.json`'s fields and the run
-    file's over them.
+    """Return the checked configuration of a transformers class.
+
+    `fields` of a `config.json` are overridden by the run file's.
 
     Raises:
         SpecError: a field of the run file is unknown, or a value is wrong.
@@ -160,8 +162,7 @@ def check_widths(
     *counts: str,
     heads_divide_width: bool = True,
 ) -> None:
-    """Raise SpecError unless these fields are positive, heads divide the width and the activation
-    is known."""
+    """Raise SpecError for non-positive sizes, heads not dividing the width, unknown activations."""
     from transformers.activations import ACT2FN
 
     for field in (width, heads, *counts):

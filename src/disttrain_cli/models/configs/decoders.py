@@ -10,17 +10,17 @@ from disttrain_cli.spec.runfile.model import ModuleSpec
 
 
 class Family(NamedTuple):
-    """Where transformers has the classes of a family."""
+    """Location of a decoder family's classes in transformers."""
 
-    file: str  # of `transformers.models`
-    prefix: str  # of its layers' classes
+    file: str  # module in `transformers.models`
+    prefix: str  # prefix of its layers' class names
     config: str
-    published: str  # with embedding and head
+    published: str  # class with embedding and head
     mrope: bool = False
 
 
-#: By `model_type`. The LLM of a whole vision-language model, alone, is the family's LLM that texts
-#: alone are written with: of their tokens all three positions are equal.
+#: Decoder families by `model_type`. The LLM of a whole vision-language model is published as the
+#: text-only LLM of its family: for text tokens all three M-RoPE positions are equal.
 FAMILIES = {
     "llama": Family("llama", "Llama", "LlamaConfig", "LlamaForCausalLM"),
     "mistral": Family("mistral", "Mistral", "MistralConfig", "MistralForCausalLM"),
@@ -34,25 +34,26 @@ FAMILIES = {
     ),
 }
 
-#: Kinds of attention that the blocks of a decoder may have (`layer_types`).
+#: Attention types of a decoder's blocks (`layer_types`).
 FULL, SLIDING = "full_attention", "sliding_attention"
 
-# Rotary positions whose frequencies follow the longest sample of a batch: they would depend on the
-# layout. Those of "dynamic" do so in samples longer than `max_position_embeddings` only.
+# RoPE types whose frequencies depend on the longest sample of a batch, hence on the layout. For
+# "dynamic" this holds only in samples longer than `max_position_embeddings`.
 _BY_LONGEST = ("longrope",)
 DYNAMIC = "dynamic"
 
 
 def head_width(config: Any) -> int:
-    """Values of one attention head: of its own field where the class has it, else the width over
-    the heads."""
+    """Return the width of an attention head: `head_dim`, or the hidden size over the heads."""
     given = getattr(config, "head_dim", None)
     return int(given or config.hidden_size // config.num_attention_heads)
 
 
 def windows_of(config: Any, longest: int) -> list[int]:
-    """Tokens that each block sees back in samples of at most `longest`; empty where all see
-    everything."""
+    """Return each block's attention window in tokens, for samples of at most `longest`.
+
+    Empty if no block has a window that limits attention.
+    """
     window = min(getattr(config, "sliding_window", None) or longest, longest)
     blocks = config.num_hidden_layers
     same = {"llama": FULL, "mistral": SLIDING, "qwen3_vl_text": FULL}.get(config.model_type)
@@ -62,13 +63,13 @@ def windows_of(config: Any, longest: int) -> list[int]:
 
 
 def positions_of(config: Any) -> Positions:
-    """How a decoder's tokens are placed."""
+    """Return the kind of a decoder's position ids."""
     family = FAMILIES.get(config.model_type)
     return "mrope" if family and family.mrope else "1d"
 
 
 def check_decoder(name: str, spec: ModuleSpec, config: Any) -> None:
-    """The configuration of a family."""
+    """Raise SpecError unless the configuration of a decoder family is supported."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     own_head_width = getattr(config, "head_dim", None) is not None
@@ -122,8 +123,7 @@ def check_decoder(name: str, spec: ModuleSpec, config: Any) -> None:
 
 
 def check_length(name: str, config: Any, longest: int) -> None:
-    """Refuse samples for which a decoder's rotary positions would follow the longest one of a
-    batch."""
+    """Raise SpecError if rotary positions would depend on the longest sample of a batch."""
     most = config.max_position_embeddings
     if config.rope_parameters["rope_type"] == DYNAMIC and longest > most:
         raise wrong(
@@ -136,10 +136,10 @@ def check_length(name: str, config: Any, longest: int) -> None:
 
 
 def _check_sections(name: str, config: Any) -> None:
-    """How M-RoPE divides the frequencies of a head over time, rows and columns."""
+    """Raise SpecError unless M-RoPE's sections (time, rows, columns) sum to half a head."""
     sections, half = config.rope_parameters.get("mrope_section"), head_width(config) // 2
     if sections is None and half == 64:
-        return  # the classes' own
+        return  # the classes' defaults
     given = isinstance(sections, (list, tuple)) and [isinstance(one, int) for one in sections]
     if given != [True] * 3 or min(sections) < 0 or sum(sections) != half:
         raise wrong(

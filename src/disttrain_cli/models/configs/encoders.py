@@ -16,20 +16,20 @@ from disttrain_cli.spec.runfile.model import ModuleSpec
 
 
 def check_vit(name: str, spec: ModuleSpec, config: Any) -> None:
-    """ViTConfig."""
+    """Raise SpecError for unsupported values of ViTConfig."""
     _check_tower(name, spec, config)
     refuse_dropout(name, "attention_probs_dropout_prob", config.attention_probs_dropout_prob)
     check_dropout(name, "hidden_dropout_prob", config.hidden_dropout_prob)
 
 
 def check_clip_or_siglip(name: str, spec: ModuleSpec, config: Any) -> None:
-    """CLIPVisionConfig and SiglipVisionConfig."""
+    """Raise SpecError for unsupported values of CLIPVisionConfig and SiglipVisionConfig."""
     _check_tower(name, spec, config)
     refuse_dropout(name, "attention_dropout", config.attention_dropout)
 
 
 def check_internvl_vision(name: str, spec: ModuleSpec, config: Any) -> None:
-    """InternVLVisionConfig."""
+    """Raise SpecError for unsupported values of InternVLVisionConfig."""
     _check_tower(name, spec, config, pairs=True)
     for field in ("hidden_dropout_prob", "attention_dropout", "projection_dropout"):
         refuse_dropout(name, field, getattr(config, field))
@@ -43,7 +43,7 @@ def check_internvl_vision(name: str, spec: ModuleSpec, config: Any) -> None:
 
 
 def check_qwen_vision(name: str, spec: ModuleSpec, config: Any) -> None:
-    """Qwen2_5_VLVisionConfig."""
+    """Raise SpecError for unsupported values of Qwen2_5_VLVisionConfig."""
     _check_merging(name, spec, config, "window_size")
     if config.window_size % (config.patch_size * config.spatial_merge_size):
         raise wrong(
@@ -57,7 +57,7 @@ def check_qwen_vision(name: str, spec: ModuleSpec, config: Any) -> None:
 
 
 def check_qwen3_vision(name: str, spec: ModuleSpec, config: Any) -> None:
-    """Qwen3VLVisionConfig."""
+    """Raise SpecError for unsupported values of Qwen3VLVisionConfig."""
     _check_merging(name, spec, config, "num_position_embeddings")
     if math.isqrt(config.num_position_embeddings) ** 2 != config.num_position_embeddings:
         raise wrong(
@@ -73,8 +73,10 @@ def check_qwen3_vision(name: str, spec: ModuleSpec, config: Any) -> None:
 
 
 def _check_merging(name: str, spec: ModuleSpec, config: Any, *counts: str) -> None:
-    """A tower with rotary positions by row and column, which merges `spatial_merge_size`² patches
-    itself: `merge` is this, or nothing (1)."""
+    """Check a tower with 2D rotary positions that merges `spatial_merge_size`² patches itself.
+
+    `merge` must be `spatial_merge_size` or unset (1).
+    """
     check_widths(
         name,
         config,
@@ -116,7 +118,7 @@ def _check_numbers_of_blocks(name: str, config: Any, field: str) -> None:
 
 
 def check_whisper(name: str, spec: ModuleSpec, config: Any) -> None:
-    """WhisperConfig, of which the encoder is used."""
+    """Raise SpecError for unsupported values of WhisperConfig, whose encoder is used."""
     check_widths(
         name,
         config,
@@ -146,13 +148,15 @@ def check_whisper(name: str, spec: ModuleSpec, config: Any) -> None:
 
 
 def side_of(given: Any) -> int:
-    """Side of a square that a configuration gives as one number, or as two equal ones."""
+    """Return the side of a square that a configuration gives as one number or as two equal ones."""
     return int(given[0] if isinstance(given, (list, tuple)) else given)
 
 
 def _check_tower(name: str, spec: ModuleSpec, config: Any, pairs: bool = False) -> None:
-    """A transformer over square patches with learned positions; `pairs`: its class has two sides of
-    everything."""
+    """Check a transformer over square patches with learned positions.
+
+    `pairs`: its class gives sizes as (height, width).
+    """
     check_widths(
         name,
         config,

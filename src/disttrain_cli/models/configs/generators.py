@@ -1,5 +1,7 @@
-"""Checks of the generators' configurations: diffusers' U-Net, and the VAE of all;
-the transformers' own are `transformers`."""
+"""Checks of diffusers' U-Net and of the VAE of all generators.
+
+Checks of transformer generators are in `transformers`.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ _UNET_BLOCKS = {
     "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
     "mid_block_type": ("UNetMidBlock2D", "UNetMidBlock2DCrossAttn"),
 }
-# Parts of UNet2DConditionModel.forward that need inputs which nothing here supplies.
+# Options of UNet2DConditionModel.forward whose inputs are not supplied.
 _UNET_UNSUPPORTED = (
     "center_input_sample",
     "encoder_hid_dim_type",
@@ -47,8 +49,8 @@ _UNET_UNSUPPORTED = (
     "class_embeddings_concat",
 )
 
-#: What SD XL embeds of an image's size: original height and width, crop's top and left, target
-#: height and width.
+#: SDXL's size conditioning: original height and width, crop's top and left, target height and
+#: width.
 TIME_IDS = 6
 
 
@@ -63,7 +65,7 @@ CLASSES = {
 
 
 def known_fields(class_name: str) -> dict[str, Any]:
-    """Arguments of a class of diffusers, or of an architecture's, with their defaults."""
+    """Return the arguments of a diffusers class or an architecture, with their defaults."""
     arguments = inspect.signature(_class_of(class_name).__init__).parameters
     return {name: argument.default for name, argument in arguments.items() if name != "self"}
 
@@ -71,10 +73,10 @@ def known_fields(class_name: str) -> dict[str, Any]:
 def whole_model(
     module: str, class_name: str, config: dict[str, Any], section: str = "config"
 ) -> Any:
-    """A model of a class of diffusers, or of an architecture's, without memory for its weights.
+    """Return a model of a diffusers class, or of an architecture's, without memory for its weights.
 
     Raises:
-        SpecError: diffusers refuses the configuration.
+        SpecError: diffusers rejects the configuration.
     """
     try:
         with torch.device("meta"):
@@ -90,19 +92,22 @@ def _class_of(name: str) -> Any:
 
 
 def latent_side(vae: dict[str, Any], image_size: int) -> int:
-    """Side of the latents of square images: every block of the encoder but the last halves it."""
+    """Return the side of a square image's latents.
+
+    Every block of the encoder but the last halves it.
+    """
     return int(image_size // 2 ** (len(vae["block_out_channels"]) - 1))
 
 
 def denoised(vae: dict[str, Any] | None, image_size: int) -> tuple[int, int]:
-    """Channels and side of what is denoised: square images, or their latents."""
+    """Return channels and side of the denoised tensor: square images, or their latents."""
     return (
         (3, image_size) if vae is None else (vae["latent_channels"], latent_side(vae, image_size))
     )
 
 
 def patch_of(architecture: str, config: Any) -> int:
-    """Side of a patch in what is denoised; 1 where a generator has no patches."""
+    """Return the side of a patch of the denoised tensor; 1 for a generator without patches."""
     own = config.get("patch_size") if isinstance(config, dict) else None
     return int(FLUX_PATCH if architecture == "flux" else own or 1)
 
@@ -110,8 +115,9 @@ def patch_of(architecture: str, config: Any) -> int:
 def read_unet(
     name: str, architecture: str, spec: ModuleSpec, fields: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """All arguments of the U-Net and of its VAE, of a `config.json`'s fields and the run file's
-    over them.
+    """Return all arguments of the U-Net and of its VAE.
+
+    `fields` of a `config.json` are overridden by the run file's.
 
     Raises:
         SpecError: a field of the run file is unknown, or a value is wrong.
@@ -122,13 +128,13 @@ def read_unet(
 def read_pixart(
     name: str, architecture: str, spec: ModuleSpec, fields: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """All arguments of PixArt's transformer and of its VAE, as `read_unet` does."""
+    """Return all arguments of PixArt's transformer and of its VAE, as `read_unet` does."""
     if (
         "use_additional_conditions" not in spec.config
         and fields.get("use_additional_conditions") is None
         and fields
     ):
-        # diffusers' own rule
+        # diffusers' default for published models
         fields = fields | {"use_additional_conditions": fields.get("sample_size", 128) == 128}
     config, vae = _read(name, architecture, spec, fields, check_pixart)
     if fields and "interpolation_scale" not in spec.config:
@@ -137,8 +143,11 @@ def read_pixart(
 
 
 def _pixart_scale(fields: dict[str, Any], config: dict[str, Any]) -> int | float:
-    """`interpolation_scale` with which the positions at the run's size are those of the folder's
-    model there: diffusers counts them from the folder's `sample_size`, whatever size comes in."""
+    """Return the `interpolation_scale` that reproduces the published positions at the run's size.
+
+    diffusers derives positions from the configured `sample_size`, not from the actual size of its
+    input.
+    """
     base, patch = fields.get("sample_size", 128), config["patch_size"]
     scale = fields.get("interpolation_scale") or max(base // 64, 1)
     ours = scale * (config["sample_size"] // patch) / (base // patch)
@@ -148,21 +157,21 @@ def _pixart_scale(fields: dict[str, Any], config: dict[str, Any]) -> int | float
 def read_sd3(
     name: str, architecture: str, spec: ModuleSpec, fields: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """All arguments of SD3's transformer and of its VAE, as `read_unet` does."""
+    """Return all arguments of SD3's transformer and of its VAE, as `read_unet` does."""
     return _read(name, architecture, spec, fields, check_sd3)
 
 
 def read_flux(
     name: str, architecture: str, spec: ModuleSpec, fields: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """All arguments of Flux's transformer and of its VAE, as `read_unet` does."""
+    """Return all arguments of Flux's transformer and of its VAE, as `read_unet` does."""
     return _read(name, architecture, spec, fields, check_flux)
 
 
 def read_lumina2(
     name: str, architecture: str, spec: ModuleSpec, fields: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """All arguments of Lumina 2's transformer and of its VAE, as `read_unet` does."""
+    """Return all arguments of Lumina 2's transformer and of its VAE, as `read_unet` does."""
     config, vae = _read(name, architecture, spec, fields, check_lumina2)
     numbers = config["axes_lens"][0]
     if spec.context_tokens >= numbers:
@@ -176,7 +185,7 @@ def read_lumina2(
 
 
 def with_folder(spec: ModuleSpec, fields: dict[str, Any]) -> ModuleSpec:
-    """The spec with the VAE of a folder's `config.json`, the run file's fields of it put over."""
+    """Return the spec with a folder's VAE fields (`config.json`), overridden by the run file's."""
     known = known_fields("AutoencoderKL")
     return spec.model_copy(
         update={"vae": {k: v for k, v in fields.items() if k in known} | (spec.vae or {})}
@@ -276,7 +285,7 @@ def _make_vae(name: str, fields: dict[str, Any], image_size: int) -> dict[str, A
 
 
 def _check_counts(name: str, config: dict[str, Any], section: str) -> None:
-    """What diffusers builds without a word, and cannot compute."""
+    """Raise SpecError for values that diffusers builds silently and cannot compute."""
     for field in ("layers_per_block", "norm_num_groups"):
         if any(value < 1 for value in numbers_in(config[field])):
             raise wrong(name, field, config[field], "1 or more", section)
@@ -321,7 +330,9 @@ def _check_unet(name: str, config: dict[str, Any], image_size: int, side: int) -
 
 
 def pooled_width(config: dict[str, Any]) -> int:
-    """Width of SD XL's vector per image: what its added embedding reads besides the embedded time
-    ids."""
+    """Return the width of SDXL's pooled vector per image.
+
+    It is the added embedding's input without the embedded time ids.
+    """
     width = config["projection_class_embeddings_input_dim"] or 0
     return int(width - TIME_IDS * (config["addition_time_embed_dim"] or 0))

@@ -1,5 +1,4 @@
-"""How an image is prepared for an encoder: its class's own processor, or the folder's
-`preprocessor_config.json`."""
+"""Image preprocessing for an encoder, by its class or by `preprocessor_config.json`."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from disttrain_cli.spec.image_processor import ImageProcessor
 from disttrain_cli.spec.runfile import Run
 from disttrain_cli.spec.runfile.published import is_of
 
-#: Mean and standard deviation of each channel, as the classes' processors have them.
+#: Mean and standard deviation of each channel, the defaults of the classes' processors.
 HALVES = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
 CLIP = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
@@ -37,17 +36,17 @@ def image_input(
     window: int = 1,
     side_px: int | None = None,
 ) -> ImageInput:
-    """What an image encoder asks of its images; `normal` is the mean and deviation where no folder
-    says otherwise.
+    """Return the image requirements of an encoder.
 
-    The module of a whole published model (`model.folder`) has its image processor's rule too.
+    The module of a whole published model (`model.folder`) also has its image processor's rule.
 
     Args:
-        side_px: side of the images that the tower has positions for, where it has one.
+        normal: mean and deviation if no folder sets them.
+        side_px: side of the images that the tower has positions for; None: any.
 
     Raises:
-        SpecError: the folder's `preprocessor_config.json` cannot be read, or holds values that are
-            none; the processor does not fit the tower.
+        SpecError: the folder's `preprocessor_config.json` cannot be read, or holds unsupported
+            values; the processor does not fit the tower.
     """
     most, block_px = run.file.data.max_image_pixels, patch_px * merge
     if block_px**2 > most:
@@ -84,7 +83,7 @@ def _fitting(
     merge: int,
     side_px: int | None,
 ) -> ImageProcessor:
-    """The image processor's rule; SpecError where it makes images that the tower does not take."""
+    """Return the image processor's rule; raise SpecError if its images do not fit the tower."""
     processor, most = published.processor(), run.file.data.max_image_pixels
     where = f"{published.path}: the image processor does not fit the tower"
     step = "Download the folder again; or give the module of that name another folder."
@@ -127,10 +126,10 @@ def _fitting(
 def _from_folder(
     run: Run, module: str, mean: _Channels, std: _Channels
 ) -> tuple[_Channels, _Channels]:
-    """Mean and deviation of values scaled to 0..1.
+    """Return mean and deviation for values scaled to 0..1.
 
-    A processor that scales bytes by another factor r gives (x·r - m) / s = (x / 255 - m / 255r) /
-    (s / 255r).
+    A processor that scales bytes by another factor r computes (x·r - m) / s = (x / 255 - m / 255r)
+    / (s / 255r).
     """
     given = run.file.model.modules[module].folder
     if given is None:

@@ -1,4 +1,4 @@
-"""A module's adapters, checked."""
+"""Checked adapter configuration of a module."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from disttrain_cli.spec.runfile.lora import ALL_LINEAR
 
 
 def read_lora(run: Run, module: str) -> Lora | None:
-    """A module's adapters as the run file and the folder that it names say; None where it has none.
+    """Return a module's adapters as run file and folder define them; None without adapters.
 
     Raises:
-        SpecError: the folder is of another kind of adapter, or the two disagree.
+        SpecError: the folder holds another kind of adapter, or the two disagree.
     """
     found = resolved(run, module)
     if found is None:

@@ -1,5 +1,4 @@
-"""Checks of a generator's noise schedule: a folder's `scheduler_config.json`, and the run file's
-fields over it."""
+"""Checks of a generator's noise schedule: `scheduler_config.json`, overridden by the run file."""
 
 from __future__ import annotations
 
@@ -16,11 +15,11 @@ from disttrain_cli.models.configs.generators import known_fields
 from disttrain_cli.models.noise import Dynamic, Noise, TimeShift
 from disttrain_cli.spec.runfile.model import ModuleSpec, NoiseSpec
 
-#: Architectures that are published as flows, and the class of their scheduler.
+#: Architectures that are published as rectified flows, and the class of their scheduler.
 FLOWS = ("sd3", "flux", "lumina2")
 FLOW_SCHEDULER = "FlowMatchEulerDiscreteScheduler"
-#: Classes of diffusers that are taken: of rectified flows, and of those that mix images with noise
-#: by betas. The latter differ in how they draw: diffusers trains all of them as DDPMScheduler, too.
+#: Supported diffusers schedulers: of rectified flows, and of diffusion with betas. The latter
+#: differ only in sampling: diffusers trains all of them as DDPMScheduler, too.
 FLOW_SCHEDULERS = (FLOW_SCHEDULER, "FlowMatchHeunDiscreteScheduler")
 DIFFUSION_SCHEDULERS = (
     "DDPMScheduler",
@@ -40,18 +39,18 @@ DIFFUSION_SCHEDULERS = (
     "UniPCMultistepScheduler",
 )
 
-#: Fields of the run file by what they belong to.
+#: Fields of the run file that apply to flows only.
 _OF_FLOWS = ("density", "logit_mean", "logit_std", "mode_scale", "shift")
-#: What `scheduler_config.json` calls fields that have another name here.
+#: Names in `scheduler_config.json` of fields that are named differently in the run file.
 _PUBLISHED = {
     "prediction": "prediction_type",
     "betas": "beta_schedule",
     "timesteps": "num_train_timesteps",
 }
 _OF_DENSITIES = {"logit_mean": "logit_normal", "logit_std": "logit_normal", "mode_scale": "mode"}
-#: What a run file's betas take the place of.
+#: Fields that betas of the run file override.
 _BETAS = ("betas", "beta_start", "beta_end")
-#: Fields of scheduler_config.json that say how images become noise, of both kinds of classes.
+#: Fields of scheduler_config.json that determine the noising of images, for both kinds of classes.
 FLOW_FIELDS = (
     "num_train_timesteps",
     "shift",
@@ -67,8 +66,7 @@ DIFFUSION_FIELDS = (
     "prediction_type",
     "rescale_betas_zero_snr",
 )
-#: Fields that change what is trained in ways that nothing here trains, and the values with which
-#: they do not.
+#: Fields that alter training in unsupported ways, and their values that leave it unchanged.
 FLOW_PLAIN: dict[str, tuple[Any, ...]] = {
     "invert_sigmas": (False, None),
     "shift_terminal": (False, None),
@@ -83,7 +81,7 @@ DIFFUSION_PLAIN: dict[str, tuple[Any, ...]] = {
     "use_dynamic_shifting": (False, None),
     "shift_terminal": (None,),
 }
-#: Fields that only say how images are drawn from noise.
+#: Fields that affect sampling only.
 DRAWING_FIELDS = (
     "algorithm_type",
     "clip_sample",
@@ -120,13 +118,13 @@ DRAWING_FIELDS = (
 def read_noise(
     name: str, architecture: str, spec: ModuleSpec, fields: Mapping[str, Any], tokens: int
 ) -> Noise:
-    """The noise schedule of a `scheduler_config.json`'s fields and the run file's over them.
+    """Return the noise schedule: a `scheduler_config.json`'s fields overridden by the run file's.
 
     Args:
-        tokens: of an image in the generator, by which a flow's timesteps may be shifted.
+        tokens: tokens of an image in the generator, by which a flow's timesteps may be shifted.
 
     Raises:
-        SpecError: the schedule is not one that is trained here, or of another family of models.
+        SpecError: the schedule is not supported, or belongs to another family of models.
     """
     published = str(fields.get("_class_name", ""))
     flow = published in FLOW_SCHEDULERS
@@ -166,7 +164,7 @@ def _checked(name: str, published: dict[str, Any], own: dict[str, Any]) -> Noise
         return NoiseSpec.model_validate(given)
     except ValidationError as error:
         problem = error.errors()[0]
-        field = str(problem["loc"][0])  # the run file's own fields are valid already
+        field = str(problem["loc"][0])  # the run file's own fields are already validated
         raise SpecError(
             f"model.modules.{name}: {_PUBLISHED.get(field, field)} of its folder's"
             " scheduler_config.json does not fit",
@@ -176,7 +174,7 @@ def _checked(name: str, published: dict[str, Any], own: dict[str, Any]) -> Noise
 
 
 def _check_fields(name: str, architecture: str, noise: NoiseSpec) -> None:
-    """Raise SpecError for a field that means nothing together with the others."""
+    """Raise SpecError for a field that has no meaning in combination with the others."""
     if architecture in FLOWS and noise.prediction != "flow":
         raise wrong(name, "prediction", noise.prediction, f"flow: {architecture}'s own", "noise")
     for field in _OF_FLOWS:
@@ -188,11 +186,10 @@ def _check_fields(name: str, architecture: str, noise: NoiseSpec) -> None:
 
 
 def _completed(name: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a schedule, with the defaults of its class for those that are missing.
+    """Return the fields of a schedule, with the defaults of its class for missing ones.
 
     Raises:
-        SpecError: the class is not one that is taken, or a field changes what is trained in a way
-            that is not computed here.
+        SpecError: the class is not supported, or a field alters training in an unsupported way.
     """
     if not fields:
         return {}
@@ -216,11 +213,12 @@ def _completed(name: str, fields: Mapping[str, Any]) -> dict[str, Any]:
 def published_schedule(
     name: str, spec: ModuleSpec, fields: Mapping[str, Any], sampler: Mapping[str, Any]
 ) -> dict[str, Any] | None:
-    """The fields of a published schedule with those that the run file's `noise` changed; None where
-    that is of another kind.
+    """Return the fields of a published schedule with the changes of the run file's `noise`.
+
+    None if the new schedule is of another kind.
 
     Args:
-        sampler: configuration of the scheduler that draws (`Noise.sampler`).
+        sampler: configuration of the scheduler used for sampling (`Noise.sampler`).
     """
     complete = _completed(name, fields)
     if not complete:
@@ -231,7 +229,7 @@ def published_schedule(
         return dict(fields)
     if flow != ("shift" in sampler):
         return None
-    dynamic = sampler.get("use_dynamic_shifting")  # a number for the shift is not read then
+    dynamic = sampler.get("use_dynamic_shifting")  # then a numeric shift is not read
     changed = {
         field: sampler[field]
         for field in trained
@@ -241,7 +239,7 @@ def published_schedule(
 
 
 def unread(fields: Mapping[str, Any]) -> list[str]:
-    """Fields of a schedule that no class which is taken has: ignored, as diffusers does."""
+    """Return the fields that no supported class has; they are ignored, as diffusers does."""
     known = {
         *FLOW_FIELDS,
         *DIFFUSION_FIELDS,
@@ -255,8 +253,10 @@ def unread(fields: Mapping[str, Any]) -> list[str]:
 def _adjusted_betas(
     name: str, fields: Mapping[str, Any], own: Mapping[str, Any], timesteps: int
 ) -> dict[str, Any]:
-    """Betas that a schedule lists one by one, unless the run file has its own, and whether they
-    are rescaled to end in noise alone."""
+    """Return a schedule's explicit betas, and `zero_snr` if they are rescaled.
+
+    Betas of the run file override explicit ones; rescaled betas have zero terminal SNR.
+    """
     adjusted: dict[str, Any] = {}
     betas, zero_snr = fields.get("trained_betas"), fields.get("rescale_betas_zero_snr")
     if betas is not None and not own.keys() & {*_BETAS}:
@@ -285,12 +285,12 @@ def _refused(name: str, field: str, given: Any, allowed: str) -> SpecError:
 
 
 def _shift(fields: Mapping[str, Any]) -> Any:
-    """The shift of a flow's published schedule, as the run file's field says it."""
+    """Return the shift of a flow's published schedule in the form of the run file's field."""
     return "resolution" if fields.get("use_dynamic_shifting") else fields.get("shift")
 
 
 def _dynamic(name: str, fields: Mapping[str, Any], tokens: int) -> tuple[Dynamic, float]:
-    """The shift by an image's tokens that a schedule's fields say, and what it is for so many."""
+    """Return a schedule's resolution-dependent shift, and its value for `tokens` tokens."""
     known = [field.name for field in dataclasses.fields(Dynamic)]
     given = {field: fields[field] for field in known if field in fields}
     try:

@@ -1,4 +1,4 @@
-"""Checks of the generators that are transformers: diffusers' PixArt, SD3, Flux and Lumina 2."""
+"""Checks of the transformer generators: diffusers' PixArt, SD3, Flux and Lumina 2."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from disttrain_cli.errors import SpecError
 from disttrain_cli.models.configs.checks import wrong
 
-#: Latents per side of Flux's patches, which are its channels.
+#: Latents per side of Flux's patches, which are folded into its channels.
 FLUX_PATCH = 2
 
 
@@ -19,7 +19,7 @@ def check_pixart(name: str, config: dict[str, Any], image_size: int, side: int) 
     }.items():
         if config[field] not in allowed:
             raise wrong(name, field, config[field], ", ".join(allowed))
-    # sinusoids of two axes; a third for each size told
+    # sinusoids of two axes; a third of the width for each additional size condition
     width = _check_transformer(
         name, config, image_size, side, multiple=12 if config["use_additional_conditions"] else 4
     )
@@ -73,7 +73,7 @@ def check_flux(name: str, config: dict[str, Any], image_size: int, side: int) ->
 
 
 def check_lumina2(name: str, config: dict[str, Any], image_size: int, side: int) -> None:
-    """Raise SpecError for what diffusers builds without a word and cannot compute."""
+    """Raise SpecError for values that diffusers builds silently and cannot compute."""
     for field in ("hidden_size", "num_layers", "multiple_of", "cap_feat_dim"):
         _check_positive(name, config, field)
     if not isinstance(config["num_refiner_layers"], int) or config["num_refiner_layers"] < 0:
@@ -103,7 +103,7 @@ def check_lumina2(name: str, config: dict[str, Any], image_size: int, side: int)
 def _check_transformer(
     name: str, config: dict[str, Any], image_size: int, side: int, multiple: int
 ) -> int:
-    """Checks that all transformers share; returns the width of their blocks."""
+    """Check fields that all transformers share; return the width of their blocks."""
     for field in ("num_attention_heads", "attention_head_dim", "num_layers"):
         _check_positive(name, config, field)
     width = int(config["num_attention_heads"] * config["attention_head_dim"])
@@ -124,7 +124,7 @@ def _check_patches(name: str, config: dict[str, Any], image_size: int, side: int
 
 
 def _check_side(name: str, image_size: int, side: int, patch: int) -> None:
-    """Raise SpecError where patches do not divide the side of what is denoised."""
+    """Raise SpecError if patches do not divide the side of the denoised tensor."""
     if side % patch:
         per_latent = image_size // side
         raise SpecError(
@@ -135,7 +135,7 @@ def _check_side(name: str, image_size: int, side: int, patch: int) -> None:
 
 
 def _check_axes(name: str, config: dict[str, Any], field: str, width: int, known_as: str) -> None:
-    """Of rotations: how many values of a head each axis turns."""
+    """Raise SpecError unless the rotary axes' widths sum to the head's width."""
     axes = config[field]
     if (
         not isinstance(axes, (list, tuple))

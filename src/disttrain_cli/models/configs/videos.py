@@ -1,5 +1,4 @@
-"""How a video is prepared for an encoder (`data.video`): by its class's own processor, or the
-folder's."""
+"""Video preprocessing for an encoder (`data.video`): its class's own processor, or the folder's."""
 
 from __future__ import annotations
 
@@ -19,22 +18,21 @@ from disttrain_cli.spec.runfile import Run
 from disttrain_cli.spec.runfile.published import is_of
 from disttrain_cli.spec.video_processor import TEMPORAL, VideoRule
 
-#: By architecture, the rule of its class.
+#: Video rule by architecture.
 RULES: dict[str, VideoRule] = {
     "qwen2_5_vl_vision": "qwen2_vl",
     "qwen3_vl_vision": "qwen3_vl",
 }
 
 
-#: Fields by which a processor's numbers become those that a tower reads.
+#: Fields that determine a processor's normalisation.
 NORMALISATION = ("do_rescale", "rescale_factor", "do_normalize", "image_mean", "image_std")
 
 
 def with_video(
     run: Run, module: str, architecture: str, config: Any, head: ImageInput
 ) -> ImageInput:
-    """What an image encoder asks of its images, with what it asks of videos where the run reads
-    them and its class does.
+    """Return an image encoder's requirements, with those for videos if both run and class use them.
 
     Raises:
         SpecError: the folder's video processor cannot be read, or does not fit the tower.
@@ -68,8 +66,10 @@ def with_video(
 
 
 def _check_fit(published: PublishedFolder, rule: VideoRule, config: Any) -> None:
-    """SpecError where the folder's video processor makes other patches than the tower takes, or
-    normalises them otherwise than images."""
+    """Raise SpecError if the video processor fits neither the tower nor the image processor.
+
+    It must use the tower's patches and the same normalisation as for images.
+    """
     path, given = video_processor_fields(published.path)
     fields, images = completed_video(rule, given), published.image_fields()[1]
     expected = {
@@ -87,7 +87,7 @@ def _check_fit(published: PublishedFolder, rule: VideoRule, config: Any) -> None
 
 
 def check_read(run: Run, heads: list[Any]) -> None:
-    """SpecError where the run reads videos and no encoder does."""
+    """Raise SpecError if the run reads videos and no encoder supports them."""
     if run.file.data.video is None or any(getattr(head, "video", None) for head in heads):
         return
     raise SpecError(

@@ -1,4 +1,4 @@
-"""Configurations of whole published models, as their classes read them."""
+"""Configurations of whole published models, as their own classes read them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from disttrain_cli.spec.families.family import Module
 from disttrain_cli.spec.families.folder import PublishedFolder
 
 HEAD_AND_EMBEDDING = ("lm_head.weight", "embed_tokens.weight")
-ROWS = 4096  # that are compared at once
+ROWS = 4096  # rows compared at once
 
 
 def whole_config(published: PublishedFolder) -> Any:
-    """The configuration of a whole model, of its class.
+    """Return the configuration of a whole model in its own class.
 
     Raises:
         SpecError: the class does not accept it.
@@ -38,10 +38,10 @@ def whole_config(published: PublishedFolder) -> Any:
 
 
 def section_fields(published: PublishedFolder, module: Module) -> dict[str, Any]:
-    """Fields of a module's own configuration.
+    """Return the fields of a module's own configuration.
 
-    An LLM's head is its embedding if the whole model's class says so, by its own defaults and
-    precedence, and, as in transformers' `tie_weights`, the weights do not hold another head.
+    An LLM's head is tied to its embedding if the whole model's class does so, by its own defaults
+    and precedence, and, as in transformers' `tie_weights`, the weights do not hold another head.
 
     Raises:
         SpecError: the whole model has no such part, or its class does not accept it.
@@ -55,8 +55,11 @@ def section_fields(published: PublishedFolder, module: Module) -> dict[str, Any]
 
 @cache
 def _has_another_head(folder: Path) -> bool:
-    """True if the weights in a folder hold an `lm_head` that differs from the embedding, or their
-    index names one and the weights are not there yet: tied heads are not saved."""
+    """Return True if a folder's weights hold an `lm_head` that differs from the embedding.
+
+    Also True if their index names one and the weights are not downloaded yet: tied heads are not
+    saved.
+    """
     from safetensors import SafetensorError, safe_open
 
     index = folder / "model.safetensors.index.json"
@@ -76,4 +79,4 @@ def _has_another_head(folder: Path) -> bool:
         return head.get_shape() != embedding.get_shape() or any(
             not head[row : row + ROWS].equal(embedding[row : row + ROWS]) for row in rows
         )
-    return False  # `models.weights` names damaged files
+    return False  # damaged files are reported by `models.weights`

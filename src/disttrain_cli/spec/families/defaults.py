@@ -1,4 +1,4 @@
-"""Defaults of transformers' processor classes: what a folder means by fields that it leaves out.
+"""Defaults of transformers' processor classes, for fields that a folder omits.
 
 Only fields that are read here. `tests/spec/test_class_defaults.py` compares them with the installed
 library's classes, which need torch to be imported.
@@ -104,15 +104,17 @@ VIDEO_PROCESSORS: Mapping[str, Mapping[str, Any]] = {
 
 
 def named_class(fields: Mapping[str, Any]) -> str:
-    """Class that an image processor's file names, as AutoImageProcessor reads it; "" where it names
-    none."""
+    """Return the class named in an image processor's file, as AutoImageProcessor reads it.
+
+    Empty if the file names none.
+    """
     old = str(fields.get("feature_extractor_type") or "")
     given = fields.get("image_processor_type") or old.replace("FeatureExtractor", "ImageProcessor")
     return str(given).removesuffix("Fast").removesuffix("Pil")
 
 
 def class_of(path: Path, fields: Mapping[str, Any], known: tuple[str, ...]) -> str:
-    """Class of a family's image processor: the first of `known` where the file names none.
+    """Return the class of a family's image processor: the first of `known` if the file names none.
 
     Raises:
         SpecError: the file names a class that is not one of `known`.
@@ -128,5 +130,5 @@ def class_of(path: Path, fields: Mapping[str, Any], known: tuple[str, ...]) -> s
 
 
 def completed(fields: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of a processor with its class's defaults for those that are missing or null."""
+    """Return a processor's fields with its class's defaults for those that are missing or null."""
     return {**defaults, **{name: value for name, value in fields.items() if value is not None}}

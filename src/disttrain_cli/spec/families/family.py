@@ -1,4 +1,4 @@
-"""What a family of published vision-language models says of a folder."""
+"""Description of a family of published vision-language models."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ Fields = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Module:
-    """A module that a whole published model holds.
+    """Module inside a whole published model.
 
     Attributes:
         section: field of the whole `config.json` that describes it.
-        flat: where the section is missing, its fields stand at the top of the whole `config.json`.
+        flat: if the section is missing, its fields are at the top level of the whole `config.json`.
         architecture: its name here; None: the section's own `model_type`, or `default`.
         names: prefixes of names in the module's own published class → in the whole model's class.
         joint: prefixes of paths in its projector that no published tower has ("mlp.0") → in the
             whole model's class.
-        mergers: parts of its own class that are its projector.
+        mergers: submodules of its own class that are its projector.
     """
 
     kind: Literal["encoder", "llm"]
@@ -39,12 +39,14 @@ class Module:
     mergers: tuple[str, ...] = ()
 
     def name_in_whole(self, name: str) -> str:
-        """What the whole model's class calls a tensor of the module's own class."""
+        """Return the whole model's name of a tensor of the module's own class."""
         return prefixed(name, self.names)
 
     def has(self, name: str) -> bool:
-        """Whether a tensor of the whole model is this module's, by a name that only such a model
-        has."""
+        """Return True if a tensor of the whole model is this module's.
+
+        Only names that a whole model alone has are recognised.
+        """
         return any(
             name.startswith(f"{theirs.rstrip('.')}.")
             for own, theirs in self.names.items()
@@ -52,30 +54,31 @@ class Module:
         )
 
     def merges(self, name: str) -> bool:
-        """True if a tensor of the whole model is of a part that is the module's projector."""
+        """Return True if a tensor of the whole model belongs to the module's projector (merger)."""
         return name.startswith(tuple(f"{self.name_in_whole(part)}." for part in self.mergers))
 
     def joint_in_whole(self, path: str) -> str:
-        """What the whole model's class calls a parameter of the projector."""
+        """Return the whole model's name of a parameter of the projector."""
         return prefixed(path, self.joint)
 
 
 @dataclass(frozen=True)
 class Family:
-    """How the folders of a class of transformers become modules.
+    """Mapping of a transformers class's folders to modules.
 
     Attributes:
         published: the class, as "MODULE:CLASS".
-        modules: what it holds, by our names.
-        joins: by module the fields of `ModuleSpec` that say how it is joined, of the whole
-            `config.json`; SpecError for what is not computed here.
-        processor: the image processor's rule, of its own fields; SpecError where it has another.
-        image_processors: classes that its image processor may have, first the one that a folder
-            means which names none (`defaults.IMAGE_PROCESSORS`).
+        modules: its modules, by our names.
+        joins: returns by module the fields of `ModuleSpec` that describe its projector, from the
+            whole `config.json`; raises SpecError for unsupported values.
+        processor: returns the image processor's rule from its own fields; raises SpecError if it
+            has another.
+        image_processors: possible classes of its image processor, first the default of a folder
+            that names none (`defaults.IMAGE_PROCESSORS`).
         defaults: of the whole configuration's class, for the fields that are read here.
         image_token: fields of the whole `config.json` that may name the id of an image's
             placeholder.
-        video: the video processor's rule, of its own fields; None: videos are not read.
+        video: returns the video processor's rule from its own fields; None: videos are not read.
     """
 
     published: str
@@ -88,12 +91,12 @@ class Family:
     video: Callable[[Path, Fields], VideoProcessor] | None = None
 
     def of_kind(self, kind: str) -> Module | None:
-        """The family's module of a kind."""
+        """Return the family's module of a kind."""
         return next((one for one in self.modules.values() if one.kind == kind), None)
 
 
 def only(path: Path, fields: Fields, field: str, allowed: Mapping[Any, Any]) -> Any:
-    """What a field's value means, by the values that are computed here.
+    """Return the meaning of a field's value, among the supported values.
 
     Raises:
         SpecError: it has another value.
@@ -109,10 +112,10 @@ def only(path: Path, fields: Fields, field: str, allowed: Mapping[Any, Any]) -> 
 
 
 def feature_layer(path: Path, config: Fields) -> int:
-    """The tower's block that is read, counted from the end.
+    """Return the tower's block whose output is read, counted from the end.
 
     Raises:
-        SpecError: several are, or it is counted from the start.
+        SpecError: several are read, or it is counted from the start.
     """
     layer = config["vision_feature_layer"]
     if isinstance(layer, int) and layer < 0:
@@ -125,7 +128,11 @@ def feature_layer(path: Path, config: Fields) -> int:
 
 
 def prefixed(name: str, prefixes: Mapping[str, str]) -> str:
-    """A name with the prefix that it begins with exchanged; KeyError if it has none of them."""
+    """Return a name with its prefix replaced.
+
+    Raises:
+        KeyError: it has none of the prefixes.
+    """
     for prefix, instead in prefixes.items():
         if name == prefix or not prefix or name.startswith(f"{prefix}."):
             return instead + name[len(prefix) :]

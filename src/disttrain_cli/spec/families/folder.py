@@ -1,4 +1,4 @@
-"""A published folder of a whole model: what it says."""
+"""Reader of a published folder of a whole model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ AGAIN = "Download the folder again."
 
 @dataclass(frozen=True)
 class PublishedFolder:
-    """A folder of a whole model whose family is known."""
+    """Folder of a whole model whose family is known."""
 
     path: Path
     model_type: str
@@ -32,7 +32,7 @@ class PublishedFolder:
 
     @property
     def file(self) -> Path:
-        """Its `config.json`."""
+        """Path of its `config.json`."""
         return self.path / CONFIG
 
     @property
@@ -40,7 +40,7 @@ class PublishedFolder:
         return {module.section for module in self.family.modules.values()}
 
     def with_sections(self, changed: Mapping[str, Fields]) -> dict[str, Any]:
-        """Its `config.json` with other fields of some modules."""
+        """Return its `config.json` with other fields of some modules."""
         fields = dict(self.config)
         for name, others in changed.items():
             module = self.family.modules[name]
@@ -51,10 +51,10 @@ class PublishedFolder:
         return fields
 
     def section(self, module: Module) -> dict[str, Any]:
-        """Fields of a module's own configuration.
+        """Return the fields of a module's own configuration.
 
         Raises:
-            SpecError: the whole model's has no such part.
+            SpecError: the whole model has no such part.
         """
         fields = self.config.get(module.section)
         if fields is None and module.flat:
@@ -71,12 +71,12 @@ class PublishedFolder:
         return {**fields, **({"model_type": module.architecture} if module.architecture else {})}
 
     def architecture(self, module: Module) -> str:
-        """A module's architecture by name."""
+        """Return the name of a module's architecture."""
         return module.architecture or str(self.section(module).get("model_type", module.default))
 
     @property
     def image_token(self) -> int | None:
-        """Id of the placeholder of an image: the folder's, or its class's default."""
+        """Id of an image's placeholder: the folder's, or its class's default."""
         named = (
             fields.get(field)
             for fields in (self.config, self.family.defaults)
@@ -85,8 +85,7 @@ class PublishedFolder:
         return next((value for value in named if isinstance(value, int)), None)
 
     def image_fields(self) -> tuple[Path, Fields]:
-        """The image processor's file and its fields, with its class's defaults for those that it
-        leaves out.
+        """Return the image processor's file and its fields, completed with its class's defaults.
 
         Raises:
             SpecError: there is none, it cannot be read, or is of a class of another family.
@@ -96,24 +95,27 @@ class PublishedFolder:
         return path, completed(fields, defaults)
 
     def processor(self) -> ImageProcessor:
-        """The image processor's rule; SpecError where it has none that is known."""
+        """Return the image processor's rule; raise SpecError if it is not a known one."""
         return self.family.processor(*self.image_fields())
 
     def video_processor(self) -> VideoProcessor | None:
-        """The video processor's rule, None of families whose videos are not read; SpecError where
-        it has none that is known."""
+        """Return the video processor's rule; None for families whose videos are not read.
+
+        Raises:
+            SpecError: the rule is not a known one.
+        """
         if self.family.video is None:
             return None
         return self.family.video(*video_processor_fields(self.path))
 
     @property
     def video_token(self) -> int | None:
-        """Id of the placeholder of a video: the folder's, or its class's default."""
+        """Id of a video's placeholder: the folder's, or its class's default."""
         given = {**self.family.defaults, **self.config}.get("video_token_id")
         return given if isinstance(given, int) else None
 
     def specs(self, given: str) -> dict[str, dict[str, Any]]:
-        """The modules as the run file would have them; `given` is the folder as it names it."""
+        """Return the modules as run file fields; `given` is the folder's name in the run file."""
         for module in self.family.modules.values():
             self.section(module)
         joins = self.family.joins(self.file, {**self.family.defaults, **self.config})
@@ -124,7 +126,7 @@ class PublishedFolder:
 
 
 def published_in(path: Path) -> PublishedFolder | None:
-    """The whole model of a known family that a folder holds, if it does.
+    """Return the whole model of a known family in a folder, if any.
 
     Raises:
         SpecError: its `config.json` cannot be read.
@@ -138,7 +140,7 @@ def published_in(path: Path) -> PublishedFolder | None:
 
 
 def read_folder(path: Path) -> PublishedFolder:
-    """The whole model in a folder (`model.folder`).
+    """Return the whole model in a folder (`model.folder`).
 
     Raises:
         SpecError: there is none, or its family is not known.

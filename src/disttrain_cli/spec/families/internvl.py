@@ -1,5 +1,7 @@
-"""InternVL in its Transformers form: an InternVL tower, pixel shuffle, a two-layer projector behind
-a norm, and a decoder."""
+"""InternVL in its Transformers form: a tower, pixel shuffle, a projector, and a decoder.
+
+The projector has two layers after a norm.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,13 @@ def _joins(path: Path, config: Fields) -> dict[str, dict[str, Any]]:
         "vision": {
             "merge": _merge(path, config["downsample_ratio"]),
             "projector": "norm_mlp",
-            **({} if layer == -1 else {"feature_layer": layer}),  # the last one is normed
+            **({} if layer == -1 else {"feature_layer": layer}),  # the last one is normalised
         }
     }
 
 
 def _merge(path: Path, ratio: Any) -> int:
-    """Patches per side of a row, of the ratio by which pixel shuffle reduces sides."""
+    """Return the patches per side of a row, from pixel shuffle's ratio of sides."""
     if isinstance(ratio, (int, float)) and 0 < ratio <= 1 and (1 / ratio).is_integer():
         return int(1 / ratio)
     raise SpecError(

@@ -1,7 +1,6 @@
-"""LLaVA 1.5, LLaVA-NeXT and LLaVA-OneVision: a CLIP or SigLIP tower, a two-layer projector, and a
-decoder.
+"""LLaVA 1.5, LLaVA-NeXT and LLaVA-OneVision: CLIP or SigLIP tower, two-layer projector, decoder.
 
-The tower's inner block `vision_feature_layer` is read; `vision_feature_select_strategy` says
+The tower's inner block `vision_feature_layer` is read; `vision_feature_select_strategy` determines
 whether its first row, CLIP's class token, is dropped. Images have one size, or are cut into tiles
 whose rows are those of the joined picture, with a learned `image_newline` at their ends.
 """
@@ -28,12 +27,12 @@ from disttrain_cli.spec.image_processor import ImageProcessor
 CONFIG = "config.json"
 Processor = Callable[[Path, Fields], ImageProcessor]
 
-#: Towers, and which strategy reads exactly their patches: CLIP's first row is a class token,
+#: Towers, with the strategy that reads exactly their patches: CLIP's first row is a class token,
 #: SigLIP's is a patch.
 STRATEGY = {"clip_vision_model": "default", "siglip_vision_model": "full"}
 
 
-#: Of the classes of whole configurations.
+#: Defaults of the whole configurations' classes.
 LLAVA: Fields = {
     "image_token_index": 32000,
     "projector_hidden_act": "gelu",
@@ -69,7 +68,7 @@ def _joins(usual: str, path: Path, config: Fields) -> dict[str, dict[str, Any]]:
 
 
 def _check_placeholders(path: Path, tower: Fields, strategy: str) -> None:
-    """SpecError where the processor would write placeholders for other rows than the tower's."""
+    """Raise SpecError if the processor's placeholders do not match the tower's rows."""
     said = parse_json(path, "processor configuration", AGAIN) if path.exists() else {}
     side, patch = (tower.get(field) for field in ("image_size", "patch_size"))
     expected = {

@@ -1,4 +1,4 @@
-"""Numbers of a folder's image processor, as transformers writes them."""
+"""Fields of a folder's image processor, as transformers writes them."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from disttrain_cli.spec.families.family import Fields
 from disttrain_cli.spec.files import parse_json
 from disttrain_cli.spec.image_processor import Filter, ImageProcessor
 
-#: Files of a processor; the first may hold the image processor's numbers in a field of that name.
+#: Files of a processor; the first may hold the image processor's fields in a section of that name.
 NESTED, OWN = "processor_config.json", "preprocessor_config.json"
 MOST_PIXELS = 100_000_000  # of an image, as `data.max_image_pixels` allows
 AGAIN = "Download the folder again, with the files of its processor."
 
 
 def image_processor_fields(folder: Path) -> tuple[Path, Fields]:
-    """The image processor's file and its fields; where both files are there, the nested ones go
-    first, as in transformers.
+    """Return the image processor's file and its fields.
+
+    If both files exist, the nested fields have priority, as in transformers.
 
     Raises:
         SpecError: there is none, or it cannot be read.
@@ -46,7 +47,7 @@ def image_processor_fields(folder: Path) -> tuple[Path, Fields]:
 
 
 def resample(path: Path, fields: Fields) -> Filter:
-    """The filter that PIL's number names."""
+    """Return the filter of PIL's number."""
     names, given = get_args(Filter), fields["resample"]
     if isinstance(given, int) and not isinstance(given, bool) and 0 <= given < len(names):
         name: Filter = names[given]
@@ -55,7 +56,7 @@ def resample(path: Path, fields: Fields) -> Filter:
 
 
 def cropped_or_stretched(path: Path, fields: Fields) -> ImageProcessor:
-    """The processor of CLIP (shorter side, then the middle) or SigLIP (one size)."""
+    """Return the processor rule of CLIP (shorter side, then centre crop) or SigLIP (one size)."""
     refuse(path, fields, "do_resize", True)
     refuse(path, fields, "do_pad", False)
     size, how = fields["size"], resample(path, fields)
@@ -78,12 +79,12 @@ def cropped_or_stretched(path: Path, fields: Fields) -> ImageProcessor:
 
 
 def budget(path: Path, fields: Fields) -> ImageProcessor:
-    """The processor of Qwen's models: whole blocks within a pixel budget."""
+    """Return the processor rule of Qwen's models: whole blocks within a pixel budget."""
     refuse(path, fields, "do_resize", True)
     size = fields["size"]
     if not isinstance(size, dict):
         raise refused(path, "size", size, "shortest_edge and longest_edge")
-    # numbers of their own go before those of size, as in transformers' class
+    # min_pixels and max_pixels override size, as in transformers' class
     first = fields.get("min_pixels") or size.get("shortest_edge") or size.get("min_pixels")
     last = fields.get("max_pixels") or size.get("longest_edge") or size.get("max_pixels")
     first, last = whole(path, "min_pixels", first), whole(path, "max_pixels", last)
@@ -100,13 +101,13 @@ def budget(path: Path, fields: Fields) -> ImageProcessor:
 
 
 def refuse(path: Path, fields: Fields, field: str, only: bool) -> None:
-    """Raise SpecError where a switch has the other value."""
+    """Raise SpecError if a switch does not have the supported value."""
     if bool(fields.get(field, only)) != only:
         raise refused(path, field, fields[field], str(only).lower())
 
 
 def refused(path: Path, field: str, given: Any, allowed: str) -> SpecError:
-    """The error of a field of the image processor."""
+    """Return the error about a field of the image processor."""
     return SpecError(
         f"{path}: {field} is not what this family's image processor does here",
         f"given: {given!r}; allowed: {allowed}",
@@ -115,15 +116,17 @@ def refused(path: Path, field: str, given: Any, allowed: str) -> SpecError:
 
 
 def whole(path: Path, field: str, given: Any) -> int:
-    """A whole number of the image processor."""
+    """Return an integer field of the image processor."""
     if isinstance(given, int) and not isinstance(given, bool) and 1 <= given <= MOST_PIXELS:
         return given
     raise refused(path, field, given, f"a whole number, 1 to {MOST_PIXELS:,}")
 
 
 def sides(path: Path, field: str, given: Any, *names: str) -> tuple[int | None, ...]:
-    """Values of a size by name; None where it has them not. A number alone is the shortest edge, or
-    both sides."""
+    """Return the values of a size by name; None for missing ones.
+
+    A single number is the shortest edge, or both sides.
+    """
     if not isinstance(given, dict):
         return (whole(path, field, given),) * len(names)
     return tuple(

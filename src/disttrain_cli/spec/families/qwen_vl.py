@@ -1,8 +1,7 @@
-"""Qwen2.5-VL and Qwen3-VL (dense): a tower that merges its patches to the LLM's width itself, and a
-decoder with M-RoPE.
+"""Qwen2.5-VL and Qwen3-VL (dense): a tower with its own merger, and a decoder with M-RoPE.
 
-Images keep the ratio of their sides within a budget of pixels. Published folders of Qwen2.5-VL have
-the LLM's fields at the top of config.json.
+The merger's output has the LLM's width. Images keep their aspect ratio within a budget of pixels.
+Published folders of Qwen2.5-VL have the LLM's fields at the top level of config.json.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rules of image processors that cut images into tiles, of the folders that hold them."""
+"""Tiling rules of image processors, read from their folders."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NAMES = ("tokenizer_config.json", "special_tokens_map.json")
 
 
 def nearest_ratio(path: Path, fields: Fields) -> ImageProcessor:
-    """InternVL's processor; it always cuts, whatever the image processor's `crop_to_patches`."""
+    """Return InternVL's processor rule; it always cuts, regardless of `crop_to_patches`."""
     refuse(path, fields, "do_resize", True)
     height, width = sides(path, "size", fields["size"], "height", "width")
     if height is None or width is None:
@@ -50,7 +50,7 @@ def nearest_ratio(path: Path, fields: Fields) -> ImageProcessor:
 
 
 def longest_edge(path: Path, fields: Fields) -> ImageProcessor:
-    """The processor of Idefics3 and SmolVLM."""
+    """Return the processor rule of Idefics3 and SmolVLM."""
     refuse(path, fields, "do_resize", True)
     tile = _longest(path, "max_image_size", fields["max_image_size"])
     names = _special_tokens(path.parent)
@@ -70,8 +70,10 @@ def longest_edge(path: Path, fields: Fields) -> ImageProcessor:
 
 
 def joined(path: Path, fields: Fields, vision_aspect_ratio: str | None) -> ImageProcessor:
-    """The processor of LLaVA-NeXT, or of LLaVA-OneVision, whose config.json has the
-    `vision_aspect_ratio`."""
+    """Return the processor rule of LLaVA-NeXT, or of LLaVA-OneVision.
+
+    The latter's config.json has `vision_aspect_ratio`.
+    """
     refuse(path, fields, "do_resize", True)
     tile, size = _tile(path, fields), fields["size"]
     given = fields["image_grid_pinpoints"]
@@ -105,7 +107,7 @@ def joined(path: Path, fields: Fields, vision_aspect_ratio: str | None) -> Image
 
 
 def _tile(path: Path, fields: Fields) -> int:
-    """The side of the one size that whole images and tiles have."""
+    """Return the common side of resized images and tiles."""
     size = fields["size"]
     names = ("shortest_edge",) if isinstance(size, dict) and "shortest_edge" in size else SIDES
     given = {*sides(path, "size", size, *names)}
@@ -118,7 +120,7 @@ def _tile(path: Path, fields: Fields) -> int:
 
 
 def _background(path: Path, mean: Any) -> tuple[int, ...]:
-    """The mean as bytes."""
+    """Return the mean as bytes."""
     given = mean if isinstance(mean, (list, tuple)) else ()
     if len(given) != 3 or not all(isinstance(one, (int, float)) and 0 <= one <= 1 for one in given):
         raise refused(path, "image_mean", mean, "a number for each of RGB, 0 to 1")
@@ -140,7 +142,7 @@ def _longest(path: Path, field: str, given: Any) -> int:
 
 
 def _tokens(folder: Path, field: str, default: int | None = None) -> int | None:
-    """How many placeholders the processor writes for a tile, where the folder says so."""
+    """Return the placeholders that the processor writes per tile, if the folder specifies them."""
     path = folder / NESTED
     fields = parse_json(path, "processor configuration", AGAIN) if path.exists() else None
     given = fields.get(field, default) if isinstance(fields, dict) else None
@@ -148,7 +150,7 @@ def _tokens(folder: Path, field: str, default: int | None = None) -> int | None:
 
 
 def _special_tokens(folder: Path) -> dict[str, str]:
-    """Texts of the tokenizer's special tokens, by the names that it has for them."""
+    """Return the texts of the tokenizer's special tokens, by their names."""
     found: dict[str, str] = {}
     for path in (folder / name for name in NAMES):
         fields = parse_json(path, "tokenizer configuration", AGAIN) if path.exists() else {}

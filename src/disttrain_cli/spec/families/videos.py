@@ -1,4 +1,4 @@
-"""Numbers of a folder's video processor, as transformers writes them, and those of its classes."""
+"""Fields of a folder's video processor, as transformers writes them, and its classes' defaults."""
 
 from __future__ import annotations
 
@@ -28,8 +28,10 @@ CLASSES = {"qwen2_vl": "Qwen2VLVideoProcessor", "qwen3_vl": "Qwen3VLVideoProcess
 
 
 def video_processor_fields(folder: Path) -> tuple[Path, Fields]:
-    """The video processor's file and its fields: those of the processor's file go before its own,
-    and these before the image processor's, as in transformers.
+    """Return the video processor's file and its fields.
+
+    The processor's file has priority over the video processor's own, and that over the image
+    processor's, as in transformers.
 
     Raises:
         SpecError: there is none, or it cannot be read.
@@ -53,15 +55,15 @@ def video_processor_fields(folder: Path) -> tuple[Path, Fields]:
 
 
 def completed_video(rule: VideoRule, fields: Fields) -> Fields:
-    """Fields of a video processor with its class's defaults for those that are missing or null."""
+    """Return a video processor's fields, completed with its class's defaults."""
     return completed(fields, VIDEO_PROCESSORS[CLASSES[rule]])
 
 
 def video_budget(rule: VideoRule, path: Path, fields: Fields) -> VideoProcessor:
-    """The processor of Qwen's models.
+    """Return the video processor rule of Qwen's models.
 
-    Qwen2-VL's class samples no frames unless it is told how many: two of each second, as
-    qwen-vl-utils does.
+    Qwen2-VL's class samples no frames unless their number is specified: two per second, as in
+    qwen-vl-utils.
     """
     named = fields.get("video_processor_type", CLASSES[rule])
     if named != CLASSES[rule]:
@@ -77,7 +79,7 @@ def video_budget(rule: VideoRule, path: Path, fields: Fields) -> VideoProcessor:
     size = fields["size"]
     if not isinstance(size, dict):
         raise refused(path, "size", size, "shortest_edge and longest_edge")
-    qwen2 = rule == "qwen2_vl"  # its class takes min_pixels and max_pixels, too
+    qwen2 = rule == "qwen2_vl"  # its class also accepts min_pixels and max_pixels
     content: dict[str, Any] = {
         "rule": rule,
         "resample": resample(path, fields),

@@ -1,5 +1,7 @@
-"""The run file `disttrain.yaml`: everything a user decides about a run, with one sentence and a
-unit per field."""
+"""The run file `disttrain.yaml`: all user settings of a run.
+
+Every field has one sentence and a unit.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ from disttrain_cli.spec.settings import with_settings
 
 
 class RunFile(Strict):
-    """The whole run file."""
+    """The complete run file."""
 
     version: Literal[1] = Field(1, description="Version of this format.")
     name: Annotated[
@@ -126,21 +128,20 @@ class RunFile(Strict):
             )
         return self
 
-    #: Sizes in bytes of the weight files that modules start from, by module and file; set where
-    #: the file is read.
+    #: Sizes in bytes of the initial weight files, by module and file; set when the file is read.
     _weights: dict[str, dict[str, int]] = PrivateAttr(default_factory=dict)
-    #: Folders of the models that it calls by their names on Hugging Face; set there, too.
+    #: Folders of the models named by their names on Hugging Face; set at the same time.
     _named: dict[str, Path] = PrivateAttr(default_factory=dict)
 
     def check_owners(self, owners: Collection[str]) -> None:
-        """Refuse names under which nothing is trained.
+        """Reject names under which nothing is trained.
 
         Args:
             owners: names under which the model has weights that can be trained: modules, and
                 "projectors".
 
         Raises:
-            SpecError: another name stands in `model.trained` or `train.optimizer.modules`.
+            SpecError: another name is in `model.trained` or `train.optimizer.modules`.
         """
         there = [name for name in (*self.model.order, PROJECTORS) if name in owners]
         for field, names in (
@@ -156,8 +157,10 @@ class RunFile(Strict):
                     )
 
     def model_fingerprint(self) -> str:
-        """Changes when a checkpoint or a profile of the model would no longer fit, or it starts
-        from other weights."""
+        """Return a hash of the settings that checkpoints and profiles of the model depend on.
+
+        It includes the initial weights.
+        """
         return fingerprint(
             {
                 "modules": {n: m.model_dump(mode="json") for n, m in self.model.modules.items()},
@@ -171,17 +174,16 @@ class RunFile(Strict):
         )
 
     def cluster_fingerprint(self) -> str:
-        """Changes when a plan was made for other machines; how ranks are started there does not
-        matter."""
+        """Return a hash of the machines that a plan depends on, without launch settings."""
         return fingerprint(self.cluster.figures())
 
 
 class Run(Strict):
-    """A run file with the place it was read from."""
+    """Run file with the path from which it was read."""
 
     path: Path
     file: RunFile
-    settings: tuple[str, ...] = ()  # as `read_run` was given them
+    settings: tuple[str, ...] = ()  # arguments of `read_run`
 
     @property
     def source(self) -> tuple[str, ...]:
@@ -200,22 +202,22 @@ class Run(Strict):
 
     @property
     def published(self) -> PublishedFolder | None:
-        """The whole published model that this one is made from, if it is."""
+        """Whole published model that this one is made from, if any."""
         folder = self.file.model.folder
         return None if folder is None else read_folder(self.resolve(folder))
 
     def resolve(self, path: str) -> Path:
-        """A path of the run file as an absolute one."""
+        """Return a path of the run file as an absolute one."""
         return self.file._named.get(path) or (self.folder / path).resolve()
 
     @property
     def revisions(self) -> dict[str, str]:
-        """Commits of the models that the run file calls by their names on Hugging Face."""
+        """Commits of the models named by their names on Hugging Face."""
         found = {given: hub.snapshot_of(path) for given, path in self.file._named.items()}
         return {given: one.commit for given, one in found.items() if one is not None}
 
     def fetch_weights(self, progress: Progress = silent) -> None:
-        """Have the weights of models that are called by name on this host; raises SpecError."""
+        """Download weights of models named by Hugging Face names to this host; raise SpecError."""
         for spec in self.file.model.modules.values():
             if spec.folder is not None and spec.pretrained:
                 hub.fetch_weights(self.resolve(spec.folder), progress)
@@ -244,14 +246,14 @@ def read_run(path: Path | str, *settings: str) -> Run:
     run.file._named.update(named)
     run.file._weights.update(_weight_files(run))
     if run.file.train.epochs is not None:
-        with suppress(OSError, ValueError, LookupError, TypeError):  # not profiled, or in vain
+        with suppress(OSError, ValueError, LookupError, TypeError):  # not profiled, or unusable
             profile = json.loads(run.dir.profile.read_bytes())
             run.file.train.count_epochs(int(profile["data"]["sequences"]))
     return run
 
 
 def _weight_files(run: Run) -> dict[str, dict[str, int]]:
-    """Names and sizes of the weight files that modules start from."""
+    """Return names and sizes of the initial weight files of modules."""
     weights = {}
     for name, spec in run.file.model.modules.items():
         folders = [
@@ -266,7 +268,7 @@ def _weight_files(run: Run) -> dict[str, dict[str, int]]:
 
 
 def _sizes(folder: Path) -> Iterator[tuple[str, int]]:
-    """Names and sizes of a folder's weight files; of a name on Hugging Face its commit says all."""
+    """Yield names and sizes of a folder's weight files; for a Hugging Face name only its commit."""
     if (found := hub.snapshot_of(folder)) is not None:
         yield f"{found.name}@{found.commit}", 0
         return

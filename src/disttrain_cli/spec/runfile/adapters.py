@@ -1,4 +1,4 @@
-"""What a run's adapters are: the run file over the folders of adapters that it names."""
+"""Adapters of a run: the run file's fields over those of the adapter folders that it names."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from disttrain_cli.spec.runfile.published import is_of
 
 
 class Resolved(NamedTuple):
-    """A module's adapters.
+    """Adapter settings of a module.
 
     Attributes:
         fields: by peft's names, all of `FIELDS`.
-        folder: which they start from.
-        part: which module of the whole model the module is, if the folder is over that.
+        folder: initial adapters.
+        part: the module's entry in the whole model, if the folder covers that.
     """
 
     fields: dict[str, Any]
@@ -28,7 +28,7 @@ class Resolved(NamedTuple):
 
 
 def resolved(run: Run, module: str) -> Resolved | None:
-    """A module's adapters; None where it has none.
+    """Return a module's adapter settings; None without adapters.
 
     Raises:
         SpecError: the folder is damaged or of another kind of adapter, or the two disagree.
@@ -42,7 +42,7 @@ def resolved(run: Run, module: str) -> Resolved | None:
         return Resolved(DEFAULTS | given, None, None)
     folder = run.resolve(spec.folder)
     there, part = _of_folder(run, module, folder, f"{field}.folder")
-    for name in given.keys() & there.keys() - {"lora_dropout"}:  # which only training knows
+    for name in given.keys() & there.keys() - {"lora_dropout"}:  # a training setting only
         if _plain(given[name]) != _plain(there[name]):
             raise SpecError(
                 f"{field}.{name} is not that of the adapter in {folder}",
@@ -53,7 +53,7 @@ def resolved(run: Run, module: str) -> Resolved | None:
 
 
 def numbers(run: Run) -> dict[str, dict[str, Any]]:
-    """By module what changes the function of its adapters, and no tensor says."""
+    """Return by module the adapter settings that change its function and are in no tensor."""
     found = {name: resolved(run, name) for name in run.file.model.order}
     return {
         name: {number: one.fields[number] for number in NUMBERS}
@@ -63,7 +63,7 @@ def numbers(run: Run) -> dict[str, dict[str, Any]]:
 
 
 def whole_part(run: Run, module: str) -> Module | None:
-    """Which module of the whole published model a module is, if it is one of them."""
+    """Return a module's entry in the whole published model, if it is one of its modules."""
     published = run.published
     if published is None or not is_of(published, run.file.model, module):
         return None
@@ -73,8 +73,10 @@ def whole_part(run: Run, module: str) -> Module | None:
 def _of_folder(
     run: Run, module: str, folder: Path, field: str
 ) -> tuple[dict[str, Any], Module | None]:
-    """What the folder of an adapter says of a module's adapters; and which module of the whole
-    model it is, if the adapter is over the whole model."""
+    """Return a module's fields in an adapter folder, and its entry in the whole model.
+
+    The latter is None unless the adapter covers the whole model.
+    """
     fields, part = read_fields(folder, field), whole_part(run, module)
     if part is None and not {"rank_pattern", "alpha_pattern"} & fields.keys():
         return fields, None

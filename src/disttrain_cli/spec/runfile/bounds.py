@@ -1,5 +1,4 @@
-"""Bounds of the run file's numbers: what follows from any number within them takes a machine's
-memory and seconds, not more."""
+"""Bounds of the run file's numbers: values within them need bounded memory and seconds."""
 
 MOST_GPUS = 65_536
 MOST_SEQUENCES = 16_384  # of a step

@@ -1,5 +1,4 @@
-"""`cluster.kubernetes` and `cluster.skypilot`: where containers run the ranks, and what they
-mount."""
+"""`cluster.kubernetes` and `cluster.skypilot`: location and mounts of the ranks' containers."""
 
 from __future__ import annotations
 
@@ -10,12 +9,12 @@ from pydantic import Field
 from disttrain_cli.spec.files import Strict
 from disttrain_cli.spec.forms import Form
 
-#: A DNS label as RFC 1035 has it, which names of JobSets must be: their pods' host names begin so.
+#: DNS label of RFC 1035, required for JobSet names: their pods' host names begin with it.
 DNS_LABEL = r"^[a-z]([a-z0-9-]{0,61}[a-z0-9])?$"
 DnsLabel = Annotated[
     str, Form(DNS_LABEL, "at most 63 of a-z, 0-9 and -, a letter first and no - last")
 ]
-#: A DNS name as RFC 1123 has it, which Kubernetes takes for most other objects.
+#: DNS name of RFC 1123, which Kubernetes accepts for most other objects.
 DnsName = Annotated[
     str,
     Form(
@@ -26,7 +25,7 @@ DnsName = Annotated[
 Image = Annotated[
     str, Form(r"^[A-Za-z0-9][A-Za-z0-9._:/@-]*$", "REGISTRY/NAME:TAG or REGISTRY/NAME@DIGEST")
 ]
-#: Kubernetes takes no colon there.
+#: Kubernetes allows no colon there.
 Folder = Annotated[
     str, Form(r"^/[^:\x00-\x1f]+$", "an absolute path inside the containers, without a colon")
 ]
@@ -47,7 +46,7 @@ Labels = dict[LabelKey, LabelValue]
 
 
 class KubernetesSpec(Strict):
-    """What `disttrain train --emit jobset` asks Kubernetes for."""
+    """Settings of `disttrain train --emit jobset` for Kubernetes."""
 
     name: DnsLabel | None = Field(
         None, description="Name of the JobSet; the run's name if not given."
@@ -109,7 +108,7 @@ class KubernetesSpec(Strict):
 
 
 class SkypilotSpec(Strict):
-    """What `disttrain train --emit skypilot` asks SkyPilot for."""
+    """Settings of `disttrain train --emit skypilot` for SkyPilot."""
 
     infra: (
         Annotated[str, Form(r"^[A-Za-z0-9*][A-Za-z0-9_.:/*-]*$", "CLOUD, CLOUD/REGION")] | None

@@ -1,4 +1,4 @@
-"""`data`: where samples are, or what they would be like, and how they become sequences."""
+"""`data`: samples, or a distribution that replaces them, and their packing into sequences."""
 
 from __future__ import annotations
 
@@ -63,8 +63,10 @@ class CurriculumPhase(Strict):
 
 
 class VideoSpec(Strict):
-    """That videos are read, and how much of them is seen; what is not given is the model's own
-    processor's."""
+    """Reading of videos, and limits on their frames and pixels.
+
+    Fields that are not given follow the model's own processor.
+    """
 
     fps: float | None = Field(
         None, gt=0, le=1000, description="Frames seen of each second of a video."
@@ -81,8 +83,7 @@ class VideoSpec(Strict):
 
 
 class DistributionSpec(Strict):
-    """A named distribution of sizes that stands in for a dataset: to plan for data that nobody has
-    here."""
+    """Named distribution of sizes in place of a dataset, to plan for unavailable data."""
 
     name: str = Field("laion-like", description="File of templates/distributions/.")
     images_per_sequence: float = Field(
@@ -103,7 +104,7 @@ class DistributionSpec(Strict):
 
     @property
     def per_sequence(self) -> dict[str, float]:
-        """By modality, mean items per packed sequence."""
+        """Mean items per packed sequence, by modality."""
         return {
             "image": self.images_per_sequence,
             "target": self.generated_per_sequence,
@@ -122,7 +123,7 @@ class DistributionSpec(Strict):
 
 
 class DataSpec(Strict):
-    """What is trained on and how it is cut into sequences."""
+    """Training data, and their packing into sequences."""
 
     sources: list[SourceSpec] = Field(default_factory=list, description="Datasets.")
     distribution: DistributionSpec | None = Field(
@@ -221,11 +222,11 @@ class DataSpec(Strict):
 
     @property
     def names(self) -> list[str]:
-        """What each source is called."""
+        """Name of each source."""
         return [source.name or source.path for source in self.sources]
 
     def phases(self) -> list[tuple[int, list[float]]]:
-        """(first step, weight of each source) of all phases; the first begins at step 0."""
+        """Return (first step, weight of each source) of all phases; the first begins at step 0."""
         weights = dict(enumerate(source.weight for source in self.sources))
         names, phases = self.names, [(0, list(weights.values()))]
         for phase in self.curriculum:

@@ -8,9 +8,9 @@ from pydantic import Field, model_validator
 
 from disttrain_cli.spec.files import Strict
 
-#: peft's word for every linear layer but an LLM's head.
+#: peft's name for every linear layer but an LLM's head.
 ALL_LINEAR = "all-linear"
-#: peft's own numbers where none are given.
+#: peft's own defaults.
 DEFAULTS: dict[str, Any] = {
     "r": 8,
     "lora_alpha": 8,
@@ -22,10 +22,10 @@ FIELDS = (*DEFAULTS, "target_modules")
 
 
 class LoraSpec(Strict):
-    """Low-rank adapters of a module (LoRA, Hu et al. 2021, arXiv 2106.09685): W x + lora_alpha / r
-    · B (A x).
+    """Low-rank adapters of a module (LoRA): W x + lora_alpha / r · B (A x).
 
-    Of such a module adapters are trained, and its own weights never change.
+    See Hu et al. 2021, arXiv 2106.09685. The adapters of such a module are trained, and its own
+    weights never change.
     """
 
     folder: str | None = Field(

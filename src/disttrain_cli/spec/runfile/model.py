@@ -1,4 +1,4 @@
-"""`model`: modules, how they are joined, what is trained, and how losses weigh."""
+"""`model`: modules, their connections, trained modules, and weights of losses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from disttrain_cli.spec.files import Strict
 from disttrain_cli.spec.runfile.lora import LoraSpec
 
 Kind = Literal["encoder", "llm", "generator"]
-#: How an encoder's rows become the LLM's; `models/projectors.py` says what each is.
+#: Connection of an encoder's rows to the LLM; `models/projectors.py` describes each.
 Projector = Literal["mlp", "norm_mlp", "linear", "none"]
 PROJECTORS = "projectors"
 MOST_NAME = 64  # characters of a unit's name
@@ -24,15 +24,14 @@ KIND_ORDER: tuple[Kind, ...] = ("encoder", "llm", "generator")
 
 
 def unit_name(modules: Sequence[str], count: int) -> str:
-    """Name of the unit of some of a model's `count` modules."""
+    """Return the name of the unit of some of a model's `count` modules."""
     joined = "+".join(modules)
     several = len(modules) > 1
     return MONOLITH if several and (len(modules) == count or len(joined) > MOST_NAME) else joined
 
 
 class NoiseSpec(Strict):
-    """How an image becomes noise while training, and what the generator predicts; none = as the
-    folder says.
+    """Noise schedule and prediction target of a generator; fields not given follow the folder.
 
     Without a folder: 1,000 timesteps, beta linear from 0.0001 to 0.02, the noise is predicted
     (DDPM).
@@ -232,7 +231,7 @@ class ModuleSpec(Strict):
 
 
 class LossWeights(Strict):
-    """Weight of each loss in the sum that is trained."""
+    """Weight of each loss in the training objective."""
 
     text: float = Field(1.0, ge=0, le=1e6, description="Cross-entropy of trained tokens.")
     image: float = Field(1.0, ge=0, le=1e6, description="Mean squared error of each generator.")
@@ -241,7 +240,7 @@ class LossWeights(Strict):
     )
 
     def of(self, generator: str) -> float:
-        """Weight of a generator's loss."""
+        """Return the weight of a generator's loss."""
         return self.modules.get(generator, self.image)
 
 
@@ -342,7 +341,7 @@ class ModelSpec(Strict):
 
     @property
     def trained_names(self) -> list[str]:
-        """Under which names weights are trained: modules in pipeline order, and "projectors"."""
+        """Names of trained weights: modules in pipeline order, and "projectors"."""
         return [
             name
             for name in (*self.order, PROJECTORS)
@@ -350,7 +349,7 @@ class ModelSpec(Strict):
         ]
 
     def named(self, kind: str) -> list[str]:
-        """Names of the modules of a kind."""
+        """Return the names of the modules of a kind."""
         return [name for name, module in self.modules.items() if module.kind == kind]
 
     @property

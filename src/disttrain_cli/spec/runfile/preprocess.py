@@ -1,4 +1,4 @@
-"""`preprocess`: who prepares data, and how ranks reach them."""
+"""`preprocess`: processes that prepare data, and how ranks reach them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WORKER_SCHEMES = ("grpc", "grpc+tls")
 
 
 def worker_host(address: str) -> tuple[str, str]:
-    """Scheme and host of a worker's address; raises ValueError where it is none."""
+    """Return scheme and host of a worker's address; raise ValueError if it is invalid."""
     url = urlsplit(address)
     if url.scheme not in WORKER_SCHEMES or not url.hostname or not url.port:
         allowed = ", ".join(f"{scheme}://HOST:PORT" for scheme in WORKER_SCHEMES)
@@ -28,8 +28,7 @@ def _address(address: str) -> str:
 
 
 class PreprocessSpec(Strict):
-    """How pixels are prepared: in every rank, or by workers on CPU nodes (`disttrain data
-    serve`)."""
+    """Preparation of pixels: in every rank, or by workers on CPU nodes (`disttrain data serve`)."""
 
     workers: int = Field(
         1, ge=1, le=1024, description="Decoding threads per rank that loads images, or per worker."

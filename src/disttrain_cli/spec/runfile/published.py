@@ -1,4 +1,4 @@
-"""What a run file takes from the published folder of a whole model (`model.folder`)."""
+"""Settings that a run file inherits from the folder of a whole published model (`model.folder`)."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from disttrain_cli.spec.adapter import FIRST, places_of, read_names
 from disttrain_cli.spec.families.folder import PublishedFolder, read_folder
 from disttrain_cli.spec.runfile.model import ModelSpec, ModuleSpec
 
-#: Fields of a module that say how it is joined to the others.
+#: Fields of a module that describe its connection to the others.
 JOINS = ("merge", "feature_layer", "projector")
 
 
-#: Kinds of modules whose folders may be names on Hugging Face; a generator is a part of one.
+#: Kinds of modules whose folders may be names on Hugging Face; a generator is a part of a model.
 _BY_NAME = ("encoder", "llm")
 
 
 def fetched(value: Any, folder: Path) -> dict[str, Path]:
-    """Folders of the models that a run file's plain content calls by their names on Hugging Face
-    (`spec.hub`), without their weights.
+    """Return the folders of the models that a run file names by their names on Hugging Face.
+
+    See `spec.hub`; weights are not downloaded.
 
     Args:
-        folder: where relative paths begin.
+        folder: base of relative paths.
 
     Raises:
         SpecError: one is not in the cache and cannot be downloaded.
@@ -47,24 +48,23 @@ def fetched(value: Any, folder: Path) -> dict[str, Path]:
 
 
 def with_folder(value: Any, folder: Path, named: Mapping[str, Path]) -> Any:
-    """A run file's plain content, with what its `model.folder` says filled in where it says nothing
-    itself.
+    """Return a run file's plain content, completed with the settings of its `model.folder`.
 
-    A module given beside it under a name of the family adjusts that module, or with an architecture
-    or a folder of its own takes its place.
+    A module under one of the family's names adjusts that module, or replaces it if it has an
+    architecture or a folder of its own.
 
     Args:
-        folder: where relative paths begin.
-        named: folders that are called by names on Hugging Face.
+        folder: base of relative paths.
+        named: folders of names on Hugging Face.
 
     Raises:
-        SpecError: the folder holds no whole model of a known family, or one that is not computed.
+        SpecError: the folder holds no whole model of a known family, or an unsupported one.
     """
     model: Any = value.get("model") if isinstance(value, dict) else None
     given = model.get("folder") if isinstance(model, dict) else None
     modules = (model.get("modules") or {}) if isinstance(model, dict) else {}
     if not isinstance(given, str) or not isinstance(modules, dict):
-        return value  # wrong fields are named by who checks them
+        return value  # validation reports wrong fields
     published = read_folder(named.get(given) or (folder / given).resolve())
     filled = {
         name: _adjusted(spec, modules.get(name), given)
@@ -86,7 +86,7 @@ def with_folder(value: Any, folder: Path, named: Mapping[str, Path]) -> Any:
 
 
 def is_of(published: PublishedFolder | None, model: ModelSpec, name: str) -> bool:
-    """Whether a module is the published folder's own."""
+    """Return True if a module is the published folder's own."""
     return (
         published is not None
         and name in published.family.modules
@@ -95,8 +95,10 @@ def is_of(published: PublishedFolder | None, model: ModelSpec, name: str) -> boo
 
 
 def joins_as(published: PublishedFolder | None, model: ModelSpec) -> bool:
-    """Whether all modules of the published folder are a model's and joined as it joins them, so
-    that the weights of its projector fit."""
+    """Return True if a model has all modules of the published folder, connected as there.
+
+    Then the weights of its projector fit.
+    """
     if published is None or model.folder is None or model.projector_hidden is not None:
         return False
     for name, fields in published.specs(model.folder).items():
@@ -110,7 +112,7 @@ def joins_as(published: PublishedFolder | None, model: ModelSpec) -> bool:
 
 
 def is_all(published: PublishedFolder | None, model: ModelSpec) -> bool:
-    """Whether a model is the published one and nothing else."""
+    """Return True if a model is exactly the published one."""
     return (
         published is not None
         and joins_as(published, model)
@@ -121,17 +123,17 @@ def is_all(published: PublishedFolder | None, model: ModelSpec) -> bool:
 def _with_adapter(
     modules: Mapping[str, Any], published: PublishedFolder, given: str, folder: Path
 ) -> dict[str, Any]:
-    """Modules with the adapters that one over the whole model has of them.
+    """Return modules with the adapters of an adapter over the whole model.
 
     Raises:
-        SpecError: it has none of any.
+        SpecError: it adapts none of them.
     """
     names = read_names(folder)
     adapters = {f"{place}{FIRST}" for place in places_of(names)}
     adapted = {
         name
         for name, part in published.family.modules.items()
-        # a merger that is trained whole is a projector
+        # a merger that is trained in full is a projector
         if any(part.has(one) and (one in adapters or not part.merges(one)) for one in names)
     }
     if not adapted or not adapters:

@@ -12,7 +12,7 @@ from disttrain_cli.spec.runfile.data import DistributionSpec
 
 
 class FaultSpec(Strict):
-    """Something that a rehearsal makes slower than the profile says."""
+    """Slow-down relative to the profile that a rehearsal injects."""
 
     slow: Literal["rank", "stage", "link", "worker", "host", "node"] = Field(
         description=(
@@ -65,14 +65,14 @@ class FaultSpec(Strict):
 
 
 class LostSpec(Strict):
-    """A node that a rehearsal loses for good: the processes of its devices die, in every start."""
+    """Node that a rehearsal loses for good: the processes of its devices die, in every start."""
 
     node: int = Field(ge=0, le=MOST_GPUS, description="Its number, from 0.")
     step: int = Field(ge=0, le=MOST_STEPS, description="The first step that it does not end.")
 
 
 class RehearseSpec(Strict):
-    """How `disttrain train --rehearse` stands in for the cluster."""
+    """Emulation of the cluster in `disttrain train --rehearse`."""
 
     steps: int = Field(
         3, ge=1, le=MOST_STEPS, description="Optimizer steps, where --steps gives none."

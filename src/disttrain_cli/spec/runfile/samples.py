@@ -1,4 +1,4 @@
-"""`samples`: what a trained model draws and writes."""
+"""`samples`: images and texts that a trained model generates."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from disttrain_cli.spec.files import Strict
 
 
 class SampleSpec(Strict):
-    """What the model draws and writes after training, beside its checkpoint's step in `images/`."""
+    """Images and texts generated after training, stored under the checkpoint's step in
+    `images/`."""
 
     images: int = Field(8, ge=0, le=10_000, description="Images generated at the end of a run.")
     prompts: list[str] = Field(

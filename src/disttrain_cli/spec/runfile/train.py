@@ -15,8 +15,7 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class ModuleOptimizerSpec(Strict):
-    """What the optimizer does differently for one module; fields not given are those of the whole
-    model."""
+    """Optimizer settings that differ for one module; fields not given follow the whole model's."""
 
     lr: float | None = Field(
         None, ge=0, le=1e3, description="Learning rate after the warm-up; 0 = not trained."
@@ -71,7 +70,7 @@ class OptimizerSpec(Strict):
     )
 
     def of(self, module: str) -> OptimizerSpec:
-        """The values of one module, or of the projectors."""
+        """Return the settings of one module, or of the projectors."""
         override = self.modules.get(module)
         return (
             self
@@ -81,7 +80,7 @@ class OptimizerSpec(Strict):
 
 
 class CheckpointSpec(Strict):
-    """When checkpoints are written."""
+    """Schedule of checkpoints."""
 
     every_steps: int = Field(
         0, ge=0, le=MOST_STEPS, description="Steps between checkpoints; 0 = only at the end."
@@ -90,8 +89,10 @@ class CheckpointSpec(Strict):
 
 
 class EvaluationSpec(Strict):
-    """Losses on data that are never trained on: `data.held_out`, else the validation splits of the
-    folders in `data.sources`."""
+    """Losses on data that are never trained on.
+
+    The data are `data.held_out`, else the validation splits of the folders in `data.sources`.
+    """
 
     every_steps: Annotated[int, Field(ge=1, le=MOST_STEPS)] | Literal["auto"] = Field(
         "auto",
@@ -125,8 +126,7 @@ class EvaluationSpec(Strict):
 
 
 class EmaSpec(Strict):
-    """Exponential moving averages of weights, which images are generated with and `disttrain
-    export` writes."""
+    """Exponential moving averages of weights, used for image generation and `disttrain export`."""
 
     decay: float = Field(
         0.9999, gt=0, lt=1, description="Share of the average that stays at each step."
@@ -261,7 +261,7 @@ class TrainSpec(Strict):
 
     @property
     def total_steps(self) -> int:
-        """`steps`, or those of `epochs`; SpecError where these are not known yet."""
+        """`steps`, or those of `epochs`; raises SpecError if these are not known yet."""
         if self.steps is not None:
             return self.steps
         assert self.epochs is not None, "one of both is given"
@@ -276,16 +276,16 @@ class TrainSpec(Strict):
 
     @property
     def ends_by(self) -> str:
-        """The field that says when training ends."""
+        """Field that determines the end of training."""
         return "train.epochs" if self.steps is None else "train.steps"
 
     def count_epochs(self, sequences: int) -> None:
-        """Take the number of packed sequences of one pass over the data."""
+        """Set the number of packed sequences of one pass over the data."""
         self._sequences = sequences
 
     @property
     def asks_evaluation(self) -> bool:
-        """True where the run file has `evaluation`: data must be held out then."""
+        """True if the run file sets `evaluation`: then data must be held out."""
         return isinstance(self.evaluation, EvaluationSpec)
 
     @property
@@ -295,11 +295,11 @@ class TrainSpec(Strict):
 
     @property
     def longest_hang_s(self) -> float:
-        """`hang_s`, or what stands for it."""
+        """`hang_s`, or its default."""
         return self.hang_s if self.hang_s is not None else 0.75 * self.timeout_s
 
     def ordering_on(self, device: str | None) -> Ordering:
-        """`ordering`, or what `auto` stands for on a kind of device (`DeviceProfile.kind`)."""
+        """Return `ordering`, resolving `auto` by the kind of device (`DeviceProfile.kind`)."""
         if self.ordering != "auto":
             return self.ordering
         return "paper" if device in (None, "cpu") else "best"
