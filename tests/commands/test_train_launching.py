@@ -31,6 +31,7 @@ def planned_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny preset's run folder, profiled and planned."""
     folder = tmp_path_factory.mktemp("planned")
     write_whole(folder / "disttrain.yaml", preset_text("tiny"))
+    (folder / "data" / "interleaved").mkdir(parents=True)
     run = read_run(folder / "disttrain.yaml")
     profile = make_profile(run.file)
     write_whole(run.dir.profile, profile.model_dump_json())

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from disttrain_cli.api import check_start, checked_plan, find_origin, open_run
-from disttrain_cli.commands.launching import Emit
+from disttrain_cli.commands.launching import Emit, default_folder
 from disttrain_cli.errors import UsageError
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ class Chosen:
     weights: Path | None  # the folder to start from
     profiled: range | None  # steps of which torch's profile is recorded
     total: int  # steps
+    notes: list[str]  # what may stop an emitted job
 
 
 def choose(asked: Asked) -> Chosen:
@@ -58,6 +59,7 @@ def choose(asked: Asked) -> Chosen:
     run = open_run(asked.run_file, *asked.settings)
     _check_modes(asked)
     check_start(asked.resume, asked.restart, asked.origin)
+    notes = [] if asked.emit is None else _check_emitted(run, asked.emit, asked)
     profiled = _steps_to_profile(asked)
     weights = find_origin(asked.origin)
     plan, profile = checked_plan(run, asked.plan)
@@ -66,7 +68,16 @@ def choose(asked: Asked) -> Chosen:
         from disttrain_cli.runtime.train import check_profiled
 
         check_profiled(profiled, total)
-    return Chosen(run, plan, profile, weights, profiled, total)
+    return Chosen(run, plan, profile, weights, profiled, total, notes)
+
+
+def _check_emitted(run: Run, kind: Emit, asked: Asked) -> list[str]:
+    """Sentences of what may stop the job that is to be written; SpecError where it could not
+    start."""
+    from disttrain_cli.runtime.launching.emit.startable import check_startable
+
+    folder, plan = asked.out or default_folder(run), asked.plan or run.dir.plan
+    return check_startable(run, kind, folder, plan, preflight=asked.preflight)
 
 
 def _check_modes(asked: Asked) -> None:

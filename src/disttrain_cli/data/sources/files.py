@@ -16,6 +16,7 @@ from typing import Any, BinaryIO, Protocol
 
 from disttrain_cli.data.sources.samples import is_held, printable, shown_name
 from disttrain_cli.errors import DataError
+from disttrain_cli.spec.runfile.data import is_url
 
 READ_AHEAD_BYTES = 8 * 1024 * 1024  # of a URL that is read from end to end
 PIECES, PIECE_BYTES = 64, 4096  # of a file by which it is known again
@@ -23,7 +24,6 @@ ATTEMPTS = 3  # to read a range of a URL
 PAUSE_S = 0.5  # before the second attempt; twice as long before the third
 
 READ_ONLY = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # a pipe would wait
-URL = re.compile(r"^[A-Za-z][A-Za-z0-9+.-]*(::|://)")
 #: By which of them a file system tells a version of a file, the best first.
 VERSIONS = (
     "ETag",
@@ -164,11 +164,6 @@ class _Stream(io.RawIOBase):
         if not self.closed:
             self._file.close()
         super().close()
-
-
-def is_url(path: str) -> bool:
-    """Whether a path of the run file is opened by fsspec."""
-    return URL.match(path) is not None
 
 
 def open_file(path: str) -> File:
