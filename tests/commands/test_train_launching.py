@@ -178,6 +178,18 @@ def test_a_job_that_cannot_start_is_refused_before_anything_is_imported(planned:
     assert ran.stdout == "set()\n"
 
 
+def test_a_job_that_would_find_checkpoints_is_refused(
+    planned: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = planned / "runs" / "tiny" / "checkpoints" / "step-000003"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "checkpoint.json").write_text("{}")
+    words = ["train", planned, "--emit", "slurm", "--steps", "7"]
+    code, _, err = call(words, capsys)
+    assert code == 1 and "--steps 7 --emit slurm --resume. Or" in err and "step-000003" in err
+    assert call([*words, "--restart"], capsys)[0] == 0
+
+
 def test_manifests_are_written_and_named(planned: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = planned / "disttrain.yaml"
     before = file.read_text()

@@ -189,7 +189,7 @@ def _explain(problem: dict[str, Any], kind: type[BaseModel]) -> str:
         fields = _fields_at(kind, problem["loc"])
         message = f"should be a mapping; allowed in it: {', '.join(fields)}"
     if problem["type"] == "string_type" and isinstance(given, bool | int | float | date):
-        message += f", which YAML reads as a {type(given).__name__} unless it stands in quotes"
+        message += f"; in YAML this is of type {type(given).__name__} unless it stands in quotes"
     expected = re.findall(r"'([^']*)'", problem.get("ctx", {}).get("expected", ""))
     meant = meant_value(given, expected) if problem["type"] in VALUES else ""
     return f"{where}: {message[0].lower()}{message[1:]}{shown}{meant}"

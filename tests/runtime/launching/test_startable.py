@@ -42,7 +42,7 @@ def check(run: Run, kind: str, **more: Any) -> list[str]:
         ("slurm", ["train.on_straggler=replan", "train.restarts=1"], "not planned anew"),
         (
             "slurm",
-            ["preprocess.addresses=[grpc+tls://a:8815]", "preprocess.token_file=no"],
+            ["preprocess.addresses=[grpc+tls://a:8815]", "preprocess.token_file=none"],
             "preprocess.token_file: there is nothing",
         ),
         ("slurm", ["cluster.node_cores=6"], "its share of a node is 1"),

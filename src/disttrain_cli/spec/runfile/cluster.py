@@ -234,8 +234,8 @@ class ClusterSpec(Strict):
         ge=1024,
         le=65535,
         description=(
-            "Port on the first host at which the ranks of several find each other; the next one"
-            " with every restart."
+            "Port on the first host at which the ranks of several find each other; scripts that"
+            " start ranks again take the next one."
         ),
     )
     interface: (

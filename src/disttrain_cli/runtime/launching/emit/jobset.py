@@ -159,7 +159,7 @@ def _check_said(run: Run, serving: bool) -> None:
             "docs/howto/kubernetes.md says what they are.",
         )
     gpus = spec.resources.get(GPU)
-    if gpus not in (None, _gpus(run)):
+    if gpus is not None and str(gpus) != str(_gpus(run)):
         raise SpecError(
             f"cluster.kubernetes.resources: a pod with ranks gets {_gpus(run)} of {GPU}",
             f"given: {gpus}; cluster.device: {run.file.cluster.device}, cluster.gpus_per_node:"

@@ -55,7 +55,8 @@ def check_startable(
         files |= protecting_files(run, serving)
     check_there(files)
     restarts = 0 if preflight else run.file.train.restarts
-    if kind != "slurm" and cluster.port + restarts > LAST_PORT:  # which restarts in another job
+    # schedulers restart the other kinds, at the same port
+    if kind in ("torchrun", "skypilot") and cluster.port + restarts > LAST_PORT:
         raise SpecError(
             "There are too few ports for all restarts",
             f"cluster.port: {cluster.port}, train.restarts: {restarts}, each at the next port;"
