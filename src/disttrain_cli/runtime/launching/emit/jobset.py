@@ -108,9 +108,9 @@ def check(run: Run, folder: Path, serving: bool, *, plan_file: Path) -> None:
     _check_said(run, serving)
     assert spec.mount is not None
     check_mounted(run, spec.mount, [folder, plan_file], "cluster.kubernetes.mount")
-    _ranks_job(run, _file(folder), cluster.nodes, cluster.gpus_per_node, serving)
+    _ranks_job(run, folder / "jobset.sh", cluster.nodes, cluster.gpus_per_node, serving)
     if serving:
-        _data_job(run, _file(folder))
+        _data_job(run, folder / "data.sh")
 
 
 def commands(folder: Path) -> list[str]:

@@ -23,11 +23,11 @@ def named_files(run: Run) -> dict[str, Path]:
     for number, source in enumerate(run.file.data.sources):
         given[f"data.sources[{number}].path"] = source.path
         given[f"data.sources[{number}].images"] = source.images
-    hosted = {"model.folder": model.folder, "model.adapter": model.adapter}
+    hosted: dict[str, str | None] = {"model.folder": model.folder, "model.adapter": model.adapter}
     for name, spec in model.modules.items():
         at = f"model.modules.{name}"
         hosted |= {f"{at}.folder": spec.folder, f"{at}.vae_folder": spec.vae_folder}
-        hosted[f"{at}.lora.folder"] = spec.lora and spec.lora.folder
+        hosted[f"{at}.lora.folder"] = spec.lora.folder if spec.lora else None
     if run.file.data.tokenizer != "bytes":
         hosted["data.tokenizer"] = run.file.data.tokenizer
     # those of a published folder's modules are the folder itself
