@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -31,6 +33,8 @@ def planned_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny preset's run folder, profiled and planned."""
     folder = tmp_path_factory.mktemp("planned")
     write_whole(folder / "disttrain.yaml", preset_text("tiny"))
+    for name in ("interleaved", "captions"):
+        (folder / "data" / name).mkdir(parents=True)
     run = read_run(folder / "disttrain.yaml")
     profile = make_profile(run.file)
     write_whole(run.dir.profile, profile.model_dump_json())
@@ -152,8 +156,38 @@ def test_scripts_are_written_and_named(
     document = json.loads(out)
     assert code == 0 and document["commands"] == [f"sbatch {document['scripts'][0]}"]
     assert Path(document["scripts"][0]).parent == planned / "runs" / "tiny" / "launch"
+    code, _, err = call(["train", planned, "--emit", "slurm"], capsys)
+    assert code == 0 and "the plan is for CPUs" in err and "asks for 6 GPUs per node" in err
     code, _, err = call(["train", planned, "--emit", "kubernetes"], capsys)
     assert code == 2 and "torchrun" in err
+
+
+def test_a_job_that_cannot_start_is_refused_before_anything_is_imported(planned: Path) -> None:
+    """Errors come within a second: torch, numpy and what reads data are not loaded for them."""
+    command = ["train", str(planned / "disttrain.yaml"), "--emit", "slurm"]
+    command += ["--set", "cluster.slurm.setup=missing.sh"]
+    program = (
+        f"import sys; sys.argv[1:] = {command!r}\n"
+        "from disttrain_cli.__main__ import main\n"
+        "try:\n    main()\n"
+        "finally:\n"
+        "    print({'torch', 'numpy', 'pyarrow', 'transformers', 'duckdb'} & {*sys.modules})\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ran.returncode == 1 and "cluster.slurm.setup: there is nothing at" in ran.stderr
+    assert ran.stdout == "set()\n"
+
+
+def test_a_job_that_would_find_checkpoints_is_refused(
+    planned: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = planned / "runs" / "tiny" / "checkpoints" / "step-000003"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "checkpoint.json").write_text("{}")
+    words = ["train", planned, "--emit", "slurm", "--steps", "7"]
+    code, _, err = call(words, capsys)
+    assert code == 1 and "--steps 7 --emit slurm --resume. Or" in err and "step-000003" in err
+    assert call([*words, "--restart"], capsys)[0] == 0
 
 
 def test_manifests_are_written_and_named(planned: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from disttrain_cli.console import Console
-from disttrain_cli.errors import SpecError
 from disttrain_cli.naming import short_path
 
 if TYPE_CHECKING:
@@ -162,27 +161,6 @@ def default_folder(run: Run) -> Path:
     return run.dir.root / "launch"
 
 
-def _check_alone(run: Run, chosen: Plan) -> None:
-    """SpecError where the run asks for what only the command that starts all ranks can do."""
-    if run.file.train.on_straggler == "replan":
-        raise SpecError(
-            "Ranks that others start are not planned anew",
-            "train.on_straggler: replan; a scheduler gives and takes hosts, and starts as many"
-            " ranks as the plan has",
-            "Set train.on_straggler: tell, and let the job end with its verdict: disttrain watch"
-            ' --fail-if "verdict.cause == worker"; then leave the host out, plan, and write the'
-            " scripts again.",
-        )
-    if chosen.plan.left_out:
-        raise SpecError(
-            "The plan leaves devices out",
-            f"plan.left_out: {', '.join(map(str, chosen.plan.left_out))}; scripts start ranks on"
-            " all devices of the hosts that they are given",
-            "Give the job other hosts (cluster.hostfile, sbatch --exclude), and plan again:"
-            " disttrain plan --gpus N",
-        )
-
-
 def emit(
     console: Console,
     run: Run,
@@ -200,7 +178,6 @@ def emit(
     from disttrain_cli.runtime.launching.emit.slurm import emit_slurm
     from disttrain_cli.runtime.launching.emit.torchrun import emit_torchrun
 
-    _check_alone(run, chosen)
     folder = out or default_folder(run)
     if kind == "torchrun":
         written = emit_torchrun(run, chosen, profile, folder, start)

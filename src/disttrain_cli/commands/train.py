@@ -225,8 +225,12 @@ def _step_on_fakes(console: Console, chosen: Chosen) -> None:
 
 def _write_scripts(console: Console, kind: Emit, asked: Asked, chosen: Chosen) -> None:
     from disttrain_cli.runtime.launching.emit.scripts import Start
+    from disttrain_cli.runtime.launching.emit.startable import check_planned
 
     _refuse_not_run(chosen)
+    notes = check_planned(chosen.run, chosen.plan, chosen.profile, kind)
+    for note in (*chosen.notes, *notes):
+        console.note(note)
     if not asked.preflight:
         say_start(chosen.run, chosen.total, chosen.weights, asked.resume, console.note)
     start = Start(

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from disttrain_cli.api import check_start, checked_plan, find_origin, open_run
-from disttrain_cli.commands.launching import Emit
-from disttrain_cli.errors import UsageError
+from disttrain_cli.commands.common import next_command
+from disttrain_cli.commands.launching import Emit, default_folder
+from disttrain_cli.errors import SpecError, UsageError
 
 if TYPE_CHECKING:
     from disttrain_cli.spec.plan import Plan
@@ -46,6 +47,7 @@ class Chosen:
     weights: Path | None  # the folder to start from
     profiled: range | None  # steps of which torch's profile is recorded
     total: int  # steps
+    notes: list[str]  # what may stop an emitted job
 
 
 def choose(asked: Asked) -> Chosen:
@@ -58,6 +60,7 @@ def choose(asked: Asked) -> Chosen:
     run = open_run(asked.run_file, *asked.settings)
     _check_modes(asked)
     check_start(asked.resume, asked.restart, asked.origin)
+    notes = [] if asked.emit is None else _check_emitted(run, asked.emit, asked)
     profiled = _steps_to_profile(asked)
     weights = find_origin(asked.origin)
     plan, profile = checked_plan(run, asked.plan)
@@ -66,7 +69,36 @@ def choose(asked: Asked) -> Chosen:
         from disttrain_cli.runtime.train import check_profiled
 
         check_profiled(profiled, total)
-    return Chosen(run, plan, profile, weights, profiled, total)
+    return Chosen(run, plan, profile, weights, profiled, total, notes)
+
+
+def _check_emitted(run: Run, kind: Emit, asked: Asked) -> list[str]:
+    """Sentences of what may stop the job that is to be written; SpecError where it could not
+    start."""
+    from disttrain_cli.runtime.launching.emit.startable import check_startable
+    from disttrain_cli.runtime.launching.starts import check_fresh
+
+    if not (asked.resume or asked.restart or asked.preflight):
+        try:
+            check_fresh(run.dir)
+        except SpecError as error:
+            again = next_command(
+                "train",
+                asked.run_file,
+                plan=asked.plan,
+                steps=asked.steps,
+                profile_steps=asked.profile_steps,
+                **{"from": asked.origin},
+                emit=kind,
+                out=asked.out,
+            )
+            error.next_step = (
+                f"Write a job that goes on from it: {again} --resume. Or one that starts at step 0"
+                f" and moves what is there to earlier/: {again} --restart"
+            )
+            raise
+    folder, plan = asked.out or default_folder(run), asked.plan or run.dir.plan
+    return check_startable(run, kind, folder, plan, preflight=asked.preflight)
 
 
 def _check_modes(asked: Asked) -> None:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from disttrain_cli.data.index_file import PROFILE, Stored, read_stored
 from disttrain_cli.data.sources import Listing, Shard, Skipped, list_source, printable, shown
-from disttrain_cli.data.sources.files import content_of, is_file, is_url, join, state_of
+from disttrain_cli.data.sources.files import content_of, is_file, join, state_of
 from disttrain_cli.data.sources.samples import largest_first, samples_lost, shown_skipped
 from disttrain_cli.data.tokenizer import Tokenizer, read_tokenizer
 from disttrain_cli.errors import DataError, DisttrainError, MismatchError, SpecError
@@ -19,6 +19,7 @@ from disttrain_cli.spec.files import fingerprint
 from disttrain_cli.spec.inputs import ModelInputs
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.runfile import Run
+from disttrain_cli.spec.runfile.data import is_url
 
 REINDEX = "Index the data again with: disttrain profile --reindex"
 MEANT = (

@@ -26,12 +26,12 @@ from disttrain_cli.data.index_rows import counts_of, flat, numbers_of, specials_
 from disttrain_cli.data.parts import cutting
 from disttrain_cli.data.slots import Ints
 from disttrain_cli.data.sources import Shard
-from disttrain_cli.data.sources.files import is_url
 from disttrain_cli.spec.files import fingerprint
 from disttrain_cli.spec.index import IMAGE, INDEX_VERSION, KINDS, TEXT
 from disttrain_cli.spec.inputs import ModelInputs
 from disttrain_cli.spec.progress import Progress
 from disttrain_cli.spec.runfile import Run
+from disttrain_cli.spec.runfile.data import is_url
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -9,6 +9,7 @@ import re
 import select
 import stat
 from collections.abc import Iterator, Sequence
+from datetime import date
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -186,6 +187,8 @@ def _explain(problem: dict[str, Any], kind: type[BaseModel]) -> str:
     if problem["type"] == "model_type":  # pydantic's message names the class
         fields = _fields_at(kind, problem["loc"])
         message = f"should be a mapping; allowed in it: {', '.join(fields)}"
+    if problem["type"] == "string_type" and isinstance(given, bool | int | float | date):
+        message += f"; in YAML this is of type {type(given).__name__} unless it stands in quotes"
     expected = re.findall(r"'([^']*)'", problem.get("ctx", {}).get("expected", ""))
     meant = meant_value(given, expected) if problem["type"] in VALUES else ""
     return f"{where}: {message[0].lower()}{message[1:]}{shown}{meant}"

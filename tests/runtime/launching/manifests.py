@@ -1,9 +1,11 @@
 """What Kubernetes and SkyPilot take, as far as our manifests use it.
 
 Derived by hand from the API references: JobSet's jobset.x-k8s.io/v1alpha2 (0.10 and later: fields,
-enumerations, its webhook's rules on names), batch/v1 Job, core/v1 PodSpec, and SkyPilot's YAML
-specification. Fields that these have and manifests of ours have not are left out, so that a wrong
-name is an error here as it is there.
+enumerations, its webhook's rules on names; jobset.sigs.k8s.io/docs/reference/jobset.v1alpha2),
+batch/v1 Job and core/v1 PodSpec of Kubernetes 1.31
+(kubernetes.io/docs/reference/kubernetes-api/workload-resources), and SkyPilot's YAML specification
+(docs.skypilot.co/en/latest/reference/yaml-spec.html). Fields that these have and manifests of ours
+have not are left out, so that a wrong name is an error here as it is there.
 """
 
 from __future__ import annotations
@@ -47,6 +49,12 @@ class Claim(Object):
 
 class EmptyDir(Object):
     medium: Literal["", "Memory"] = ""
+    sizeLimit: Quantity | None = None
+
+
+class HostPath(Object):
+    path: str
+    type: str = ""
 
 
 class Secret(Object):
@@ -58,6 +66,7 @@ class Volume(Object):
     persistentVolumeClaim: Claim | None = None
     emptyDir: EmptyDir | None = None
     secret: Secret | None = None
+    hostPath: HostPath | None = None
 
     @model_validator(mode="after")
     def _one_source(self) -> Volume:
@@ -84,12 +93,60 @@ class Resources(Object):
         return self
 
 
+class KeySelector(Object):
+    name: str
+    key: str
+    optional: bool = False
+
+
+class EnvSource(Object):
+    secretKeyRef: KeySelector | None = None
+    configMapKeyRef: KeySelector | None = None
+
+
+class EnvVar(Object):
+    name: Annotated[str, Field(pattern=r"^[-._a-zA-Z][-._a-zA-Z0-9]*$")]
+    value: str = ""
+    valueFrom: EnvSource | None = None
+
+
+class Capabilities(Object):
+    add: list[str] = []
+    drop: list[str] = []
+
+
+class SecurityContext(Object):
+    capabilities: Capabilities | None = None
+    privileged: bool = False
+    runAsUser: int | None = None
+
+
+class PodSecurityContext(Object):
+    runAsUser: int | None = None
+    runAsGroup: int | None = None
+    fsGroup: int | None = None
+
+
 class Container(Object):
     name: Name
     image: str
     command: list[str]
+    env: list[EnvVar] = []
     resources: Resources
     volumeMounts: list[VolumeMount]
+    securityContext: SecurityContext | None = None
+
+
+class Toleration(Object):
+    key: str = ""
+    operator: Literal["Exists", "Equal"] = "Equal"
+    value: str = ""
+    effect: Literal["", "NoSchedule", "PreferNoSchedule", "NoExecute"] = ""
+    tolerationSeconds: int | None = None
+
+
+class LocalReference(Object):
+    name: Subdomain
 
 
 class PodSpec(Object):
@@ -97,6 +154,11 @@ class PodSpec(Object):
     nodeSelector: dict[str, LabelValue] = {}
     terminationGracePeriodSeconds: Annotated[int, Field(ge=0)]
     automountServiceAccountToken: bool = True
+    serviceAccountName: Subdomain | None = None
+    imagePullSecrets: list[LocalReference] = []
+    tolerations: list[Toleration] = []
+    securityContext: PodSecurityContext | None = None
+    priorityClassName: Subdomain | None = None
     containers: Annotated[list[Container], Field(min_length=1)]
     volumes: list[Volume]
 
@@ -111,7 +173,13 @@ class PodSpec(Object):
         return self
 
 
+class PodMetadata(Object):
+    labels: dict[str, LabelValue] = {}
+    annotations: dict[str, str] = {}
+
+
 class PodTemplate(Object):
+    metadata: PodMetadata = PodMetadata()
     spec: PodSpec
 
 

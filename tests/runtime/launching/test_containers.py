@@ -9,6 +9,7 @@ import signal
 import stat
 import subprocess
 import time
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -286,16 +287,39 @@ def test_what_skypilot_cannot_have_is_refused(tmp_path: Path) -> None:
 
 
 # ---- the image ---------------------------------------------------------------------------------
-def test_the_dockerfile_copies_what_is_there(tmp_path: Path) -> None:
+def test_the_image_is_built_from_the_wheel_of_a_checkout_with_its_pins(tmp_path: Path) -> None:
     written, _ = emitted(tmp_path, {"nodes": 2, "kubernetes": kubernetes(tmp_path)})
     text = Path(written.scripts[-1]).read_text()
-    copied = [words for line in re.findall(r"^COPY (.+)$", text, re.M) if (words := line.split())]
-    assert all((ROOT / source).exists() for words in copied for source in words[:-1])
-    project = (ROOT / "pyproject.toml").read_text()
-    extras = re.search(r"disttrain\[(.+?)\]", text)
-    assert extras is not None
-    assert all(re.search(rf"^{extra} = \[", project, re.M) for extra in extras[1].split(","))
-    assert {"README.md", "LICENSE"} <= {source for words in copied for source in words}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    steps = re.findall(r"^([A-Z]+) (.+)$", text.replace("\\\n", ""), re.M)
+    bases = [words.split()[0] for step, words in steps if step == "FROM"]
+    assert len({*bases}) == 1  # a wheel is of the Python that made it
+    version = re.fullmatch(r"python:(\d+)\.(\d+)-slim-\w+", bases[0])
+    assert version is not None
+    assert project["project"]["requires-python"] == f">={version[1]}.{version[2]}"
+
+    copied = [words.split() for step, words in steps if step == "COPY"]
+    here = {source for words in copied if words[0] != "--from=build" for source in words[:-1]}
+    assert all((ROOT / source).exists() for source in here)
+    settings = project["tool"]["setuptools"]
+    needed = {project["project"]["readme"], *project["project"]["license-files"], "pyproject.toml"}
+    needed |= {path.split("/")[0] for paths in settings["data-files"].values() for path in paths}
+    assert here == needed | {"src", "constraints.txt"}
+    build, install = (words for step, words in steps if step == "RUN")
+    (wheels,) = (words for words in copied if words[0] == "--from=build")
+    assert "--wheel-dir /wheels /src" in build and wheels[1] == "/wheels/"
+    assert f"set -- {wheels[2]}{project['project']['name']}-*.whl" in install
+
+    extras = re.search(r'"\$1\[(.+?)\]"', install)
+    assert extras is not None and "-c /opt/disttrain/constraints.txt" in install
+    groups = project["project"]["optional-dependencies"]
+    wanted = [*project["project"]["dependencies"]]
+    wanted += [package for extra in extras[1].split(",") for package in groups[extra]]
+    pins = (ROOT / "constraints.txt").read_text().lower().replace("_", "-")
+    names = [re.split(r"[<>=]", package)[0].replace("_", "-") for package in wanted]
+    assert [name for name in names if f"\n{name}==" not in pins] == []
+    assert ("CMD", '["disttrain", "--help"]') in steps
+    assert "disttrain" in project["project"]["scripts"]
 
 
 # ---- what the containers run -------------------------------------------------------------------

@@ -204,6 +204,40 @@ def test_every_script_passes_shellcheck_also_with_names_that_a_shell_takes_apart
         shellcheck(*written.scripts)
 
 
+@pytest.mark.parametrize("serving", [False, True])
+def test_scripts_have_no_stray_lines(tmp_path: Path, serving: bool) -> None:
+    """Every option of sbatch stands before the first command, where sbatch stops reading."""
+    (tmp_path / "my env.sh").write_text('PS1="$NOT_SET"\n')
+    (tmp_path / "hosts").write_text("worker-1 slots=3\nworker-2 slots=3\n")
+    cluster = {"nodes": 2, "hostfile": "hosts", "cpu_nodes": int(serving)}
+    cluster |= {"slurm": {"setup": "my env.sh"}, "interface": "eth0"} if serving else {}
+    run, plan, profile = make_run(tmp_path, cluster, preprocess=PROTECTED)
+    slurm = emit_slurm(run, plan, profile, tmp_path, Start(3), plan_file=run.dir.plan)
+    written = slurm.scripts
+    if not serving:
+        written = [*written, *emit_torchrun(run, plan, profile, tmp_path, Start(3)).scripts]
+    for path in written:
+        text = Path(path).read_text()
+        assert subprocess.run(["bash", "-n", path]).returncode == 0
+        assert "\n\n\n" not in text and not re.search(r"^ *:?$\n^ *:$", text, re.MULTILINE)
+    lines = Path(slurm.scripts[0]).read_text().splitlines()
+    options = [line.startswith("#SBATCH") for line in lines]
+    assert options.index(True) == 2 and not any(options[2 + sum(options) :])
+    setup = "\n".join(line for line in lines if "set " in line[:4] or "my env.sh" in line)
+    if serving:  # its variables need not be set
+        assert subprocess.run(["bash", "-c", setup]).returncode == 0
+        assert lines.count("#SBATCH --mem=0") == 2
+
+
+@pytest.mark.parametrize(
+    ("memory", "options"), [(0, ["--mem=0"]), ("500G", ["--mem=500G"]), (None, [])]
+)
+def test_slurm_is_asked_for_memory(tmp_path: Path, memory: Any, options: list[str]) -> None:
+    run, plan, profile = make_run(tmp_path, {"nodes": 2, "slurm": {"mem": memory}})
+    written = emit_slurm(run, plan, profile, tmp_path, Start(3), plan_file=run.dir.plan)
+    assert re.findall(r"--mem=\w+", Path(written.scripts[0]).read_text()) == options
+
+
 def test_slurm_is_asked_for_both_components(tmp_path: Path) -> None:
     cluster = {
         "nodes": 2,

@@ -15,6 +15,7 @@ from typing import Any, BinaryIO, Protocol
 
 from disttrain_cli.data.sources.samples import is_held, printable, shown_name
 from disttrain_cli.errors import DataError
+from disttrain_cli.spec.runfile.data import is_url
 
 READ_AHEAD_BYTES = 8 * 1024 * 1024  # of a URL that is read sequentially
 PIECES, PIECE_BYTES = 64, 4096  # pieces of a file that identify its content
@@ -22,7 +23,6 @@ ATTEMPTS = 3  # to read a range of a URL
 PAUSE_S = 0.5  # before the second attempt; twice as long before the third
 
 READ_ONLY = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # opening a pipe would block
-URL = re.compile(r"^[A-Za-z][A-Za-z0-9+.-]*(::|://)")
 #: Keys by which file systems report a file's version, the best first.
 VERSIONS = (
     "ETag",
@@ -168,11 +168,6 @@ class _Stream(io.RawIOBase):
         if not self.closed:
             self._file.close()
         super().close()
-
-
-def is_url(path: str) -> bool:
-    """Return True if fsspec opens a path of the run file."""
-    return URL.match(path) is not None
 
 
 def open_file(path: str) -> File:

@@ -16,7 +16,6 @@ from disttrain_cli.data.sources.declared_splits import declared_splits
 from disttrain_cli.data.sources.files import (
     is_file,
     is_folder,
-    is_url,
     join,
     list_files,
     open_file,
@@ -27,6 +26,7 @@ from disttrain_cli.data.sources.numbering import gaps
 from disttrain_cli.data.sources.samples import Shard, printable
 from disttrain_cli.data.sources.setting_aside import set_aside
 from disttrain_cli.errors import DataError
+from disttrain_cli.spec.runfile.data import is_url
 
 FORMS = {
     ".tar": "tar",

@@ -30,11 +30,9 @@ from disttrain_cli.data.sources.chats import (
     unread_keys,
 )
 from disttrain_cli.data.sources.files import (
-    URL,
     File,
     HeldFile,
     LocalFile,
-    is_url,
     join,
     missing_file,
     open_file,
@@ -59,6 +57,7 @@ from disttrain_cli.data.sources.samples import (
 from disttrain_cli.data.sources.turn_forms import SPOKEN, TURNS, with_turns
 from disttrain_cli.spec.heads import Numbers
 from disttrain_cli.spec.index import IMAGE, TEXT
+from disttrain_cli.spec.runfile.data import URL, is_url
 
 HEAD_BYTES = 64  # of a file, which usually show if it is a list
 CHUNK_BYTES = 4 * 1024 * 1024  # of the JSON, read at once

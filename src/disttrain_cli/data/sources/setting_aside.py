@@ -9,9 +9,10 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import PurePosixPath
 
-from disttrain_cli.data.sources.files import is_url, join, open_file
+from disttrain_cli.data.sources.files import join, open_file
 from disttrain_cli.data.sources.samples import printable
 from disttrain_cli.errors import DataError
+from disttrain_cli.spec.runfile.data import is_url
 
 STATE, STATE_BYTES = "state.json", 16 * 1024 * 1024  # of a Hugging Face dataset that was saved
 TEMPORARY = "_temporary"  # folder to which a Spark job writes

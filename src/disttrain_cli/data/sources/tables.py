@@ -15,11 +15,12 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from disttrain_cli.data.sources.columns import Columns, find_columns
-from disttrain_cli.data.sources.files import is_url, open_file
+from disttrain_cli.data.sources.files import open_file
 from disttrain_cli.data.sources.rows import file_at, file_name, read_rows, texts_at
 from disttrain_cli.data.sources.samples import ChatForm, Compact, Location, Sample, Shard, Skipped
 from disttrain_cli.errors import DataError
 from disttrain_cli.spec.heads import Numbers
+from disttrain_cli.spec.runfile.data import is_url
 
 if TYPE_CHECKING:
     import pyarrow as pa

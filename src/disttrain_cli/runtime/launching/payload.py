@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from disttrain_cli.spec.plan import Plan
-from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.runfile import Run
+
+if TYPE_CHECKING:
+    from disttrain_cli.spec.plan import Plan
+    from disttrain_cli.spec.profile import Profile
 
 #: Entry points of ranks.
 TRAIN, PREFLIGHT = "disttrain_cli.runtime.worker:main", "disttrain_cli.runtime.worker:preflight"

@@ -51,6 +51,38 @@ class LinkSpec(Strict):
     )
 
 
+#: Options of sbatch that the script writes itself, and the field that sets each.
+_OWN_OPTIONS = {
+    "--job-name": "name",
+    "--output": "--out",
+    "--error": "--out",
+    "--open-mode": "nothing: the log of a job that is queued again is appended to",
+    "--requeue": "train.restarts",
+    "--no-requeue": "train.restarts: 0",
+    "--signal": "cluster.slurm.signal_s",
+    "--time": "cluster.slurm.time",
+    "--partition": "cluster.slurm.partition",
+    "--account": "cluster.slurm.account",
+    "--qos": "cluster.slurm.qos",
+    "--nodes": "cluster.nodes",
+    "--ntasks": "nothing: a task is a rank of the plan",
+    "--ntasks-per-node": "cluster.gpus_per_node",
+    "--gpus-per-node": "cluster.gpus_per_node",
+    "--mem": "cluster.slurm.mem",
+    "--array": "nothing: a run is one job",
+}
+
+
+def _seconds(limit: str) -> int:
+    """Seconds of a time limit as Slurm reads it."""
+    days, _, rest = limit.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    if not days and len(parts) == 1:
+        return parts[0] * 60
+    hours, minutes, seconds = (*parts, 0, 0)[:3]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
 class SlurmSpec(Strict):
     """What `disttrain train --emit slurm` asks Slurm for."""
 
@@ -64,7 +96,10 @@ class SlurmSpec(Strict):
     time: (
         Annotated[
             str,
-            Form(r"^(\d+-)?\d+(:\d{2}){0,2}$", "[days-]hours:minutes:seconds, or minutes alone"),
+            Form(
+                r"^(\d+-\d+(:\d{2}){0,2}|\d+:\d{2}:\d{2}|\d+)$",
+                "[days-]hours:minutes:seconds, days-hours, or minutes alone in quotes",
+            ),
         ]
         | None
     ) = Field(
@@ -79,6 +114,17 @@ class SlurmSpec(Strict):
             "Seconds before the time limit at which the job saves, ends and is queued again."
         ),
     )
+    mem: (
+        Annotated[int, Field(ge=0)]
+        | Annotated[str, Form(r"^\d+[KMGT]?$", "a number of MB, or one with K, M, G or T")]
+        | None
+    ) = Field(
+        0,
+        description=(
+            "Memory of each GPU node as Slurm reads it, such as 500G (--mem); 0 is all of a node's,"
+            " null leaves it to the cluster. Preprocessing nodes get all of theirs, unless null."
+        ),
+    )
     options: list[
         Annotated[str, Form(rf"^--[a-z][a-z-]*(={_WORD})?$", "--option or --option=value")]
     ] = Field(
@@ -91,6 +137,27 @@ class SlurmSpec(Strict):
             "Shell script, relative to the run file, that is sourced first: modules, environments."
         ),
     )
+
+    @model_validator(mode="after")
+    def _options_not_ours(self) -> SlurmSpec:
+        for option in self.options:
+            name = option.partition("=")[0]
+            if name in _OWN_OPTIONS:
+                raise ValueError(f"options: {name} is the job's own; set {_OWN_OPTIONS[name]}")
+            if name in ("--mem-per-cpu", "--mem-per-gpu") and self.mem is not None:
+                raise ValueError(
+                    f"options: {name} and --mem={self.mem} exclude each other; set mem: null"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _time_to_work(self) -> SlurmSpec:
+        if self.time is not None and _seconds(self.time) <= self.signal_s:
+            raise ValueError(
+                f"time: {self.time} is {_seconds(self.time):,} s, and the job would save and end"
+                f" {self.signal_s} s before its end, at once; give more time, or lower signal_s"
+            )
+        return self
 
 
 class ClusterSpec(Strict):
@@ -163,9 +230,12 @@ class ClusterSpec(Strict):
     )
     port: int = Field(
         29500,
-        ge=1,
+        ge=1024,
         le=65535,
-        description="Port on the first host at which the ranks of several find each other.",
+        description=(
+            "Port on the first host at which the ranks of several find each other; scripts that"
+            " start ranks again take the next one."
+        ),
     )
     interface: (
         Annotated[str, Form(r"^[A-Za-z0-9_.=^,-]+$", "letters, digits and _ . = ^ , -")] | None

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated
 
 from pydantic import Field, model_validator
 
 from disttrain_cli.spec.files import Strict
 from disttrain_cli.spec.runfile.bounds import MOST_DRAWN
+
+URL = re.compile(r"^[A-Za-z][A-Za-z0-9+.-]*(::|://)")
+
+
+def is_url(path: str) -> bool:
+    """True if fsspec opens a path of the run file."""
+    return URL.match(path) is not None
 
 
 class SourceSpec(Strict):

@@ -7,7 +7,7 @@ while read -r host; do
 done < <(scontrol show hostnames "$SLURM_JOB_NODELIST_HET_GROUP_1")
 export DISTTRAIN_WORKERS
 # shellcheck disable=SC2016 # every node puts its own name in
-srun --het-group=1 --ntasks-per-node=1 --cpus-per-task=@{cores} bash -c '
+srun --het-group=1 --export=ALL --ntasks-per-node=1 --cpus-per-task=@{cores} bash -c '
   cert=${1//"{host}"/$SLURMD_NODENAME} key=${2//"{host}"/$SLURMD_NODENAME}
   shift 2
   exec "$@@" --tls-cert "$cert" --tls-key "$key"' serve @{cert} @{key} \

@@ -17,7 +17,7 @@ export MASTER_ADDR="${hosts[0]}" MASTER_PORT=@{port} DISTTRAIN_HOSTS="${hosts[*]
 @{serve}
 @{uneven}
 @{python} disttrain_cli.runtime.launching.begin "$job" --again "$again"
-srun @{group}--ntasks=@{tasks} --distribution=@{distribution} --kill-on-bad-exit=1 \
+srun @{group}--ntasks=@{tasks} --distribution=@{distribution} --kill-on-bad-exit=1 --export=ALL \
   --cpus-per-task="${SLURM_CPUS_PER_TASK_HET_GROUP_0:-${SLURM_CPUS_PER_TASK:-@{cpus}}}" \
   @{python} disttrain_cli.runtime.launching.rank "$job" &
 child=$!

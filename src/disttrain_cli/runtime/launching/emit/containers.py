@@ -25,7 +25,7 @@ def write_script(
     kind: str,
     place: str,
     restarts: int,
-    workers: str = ":",
+    workers: str = "",
 ) -> Path:
     """Write the script of every node, beside the job file.
 

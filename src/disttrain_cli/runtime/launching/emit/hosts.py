@@ -4,14 +4,16 @@ a TP group."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from disttrain_cli.errors import SpecError
 from disttrain_cli.spec.hostfile import Host, read_hostfile
-from disttrain_cli.spec.plan import Plan
-from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.runfile import Run
 from disttrain_cli.spec.stage_graph import StageGraph, stage_graph
+
+if TYPE_CHECKING:
+    from disttrain_cli.spec.plan import Plan
+    from disttrain_cli.spec.profile import Profile
 
 
 class Node(NamedTuple):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 import shlex
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from disttrain_cli.errors import SpecError
 from disttrain_cli.runtime.launching.emit.containers import (
@@ -22,16 +22,21 @@ from disttrain_cli.runtime.launching.emit.containers import (
 )
 from disttrain_cli.runtime.launching.emit.cores import cpus_per_rank
 from disttrain_cli.runtime.launching.emit.hosts import numbered_nodes
-from disttrain_cli.runtime.launching.emit.manifest import check_mounted, to_yaml
+from disttrain_cli.runtime.launching.emit.manifest import to_yaml, without_nothing
+from disttrain_cli.runtime.launching.emit.pod_patch import patched
 from disttrain_cli.runtime.launching.emit.scripts import Emitted, Start, filled, write_job
 from disttrain_cli.runtime.launching.emit.serving import addresses, check_protected, serve_command
-from disttrain_cli.spec.plan import Plan
-from disttrain_cli.spec.profile import Profile
+from disttrain_cli.runtime.launching.emit.visible import check_mounted
 from disttrain_cli.spec.runfile import Run
 from disttrain_cli.spec.runfile.containers import DNS_LABEL
 from disttrain_cli.spec.whole import write_whole
 
+if TYPE_CHECKING:
+    from disttrain_cli.spec.plan import Plan
+    from disttrain_cli.spec.profile import Profile
+
 RANKS, DATA = "ranks", "data"  # names of the jobs, and of their containers
+GPU = "nvidia.com/gpu"  # the resource
 HOST_NAME = 63  # longest name of a pod, which ends in five letters of Kubernetes'
 REFUSED, STOPPED = (1, 2, 3), 143  # exit codes of a node's script (`templates/launch/node.sh`)
 
@@ -46,17 +51,12 @@ def emit_jobset(
     """Write the manifest, the scripts of its pods, a job file and the image's Dockerfile.
 
     Raises:
-        SpecError: too few nodes; a name that Kubernetes does not allow; what `cluster.kubernetes`
-            must say and does not; files outside the volume; preprocessing nodes without TLS and a
-            token.
+        SpecError: as `check`, or the plan needs more nodes.
     """
-    cluster, spec = run.file.cluster, run.file.cluster.kubernetes
+    serving = run.file.cluster.cpu_nodes > 0 and not start.preflight
+    check(run, folder, serving, plan_file=plan_file)
     nodes = numbered_nodes(run, plan, profile)
-    serving = cluster.cpu_nodes > 0 and not start.preflight
-    name = _name(run, max(len(nodes), cluster.cpu_nodes))
-    _check_said(run, serving)
-    assert spec.mount is not None
-    check_mounted(run, spec.mount, [folder, plan_file], "cluster.kubernetes.mount")
+    name = _name(run)
     job = write_job(run, plan, profile, folder, nodes, start)
     hosts = [f"{name}-{RANKS}-0-{number}.{name}" for number in range(len(nodes))]
     place = f'node="$JOB_COMPLETION_INDEX"\nhosts=({shlex.join(hosts)})'
@@ -70,7 +70,7 @@ def emit_jobset(
             kind="jobset",
             place=place,
             restarts=0,
-            workers=_workers(run, name, ended) if serving else ":",
+            workers=_workers(run, name, ended) if serving else "",
         )
     ]
     if serving:
@@ -84,13 +84,33 @@ def emit_jobset(
         )
         scripts.append(write_whole(folder / "data.sh", text))
     most = max(len(node.ranks) for node in nodes)
-    jobs = [_ranks_job(run, start, scripts[0], len(nodes), most, serving)]
+    jobs = [_ranks_job(run, scripts[0], len(nodes), most, serving)]
     if serving:
         jobs.append(_data_job(run, scripts[1]))
     comment = f"The run {run.file.name}; written by: disttrain train --emit jobset"
-    manifest = write_whole(_file(folder), to_yaml(comment, _jobset(run, start, name, jobs)))
+    jobset = without_nothing(_jobset(run, start, name))
+    jobset["spec"]["replicatedJobs"] = jobs
+    manifest = write_whole(_file(folder), to_yaml(comment, jobset))
     written = [manifest, *scripts, write_dockerfile(folder)]
     return Emitted(job=str(job), scripts=[str(path) for path in written], commands=commands(folder))
+
+
+def check(run: Run, folder: Path, serving: bool, *, plan_file: Path) -> None:
+    """Refuse what could not start, before there is a plan.
+
+    Raises:
+        SpecError: a name that Kubernetes does not allow; what `cluster.kubernetes` must say and
+            does not, or what its `pod_patch` must not; files outside the volume; preprocessing
+            nodes without TLS and a token.
+    """
+    cluster, spec = run.file.cluster, run.file.cluster.kubernetes
+    _name(run)
+    _check_said(run, serving)
+    assert spec.mount is not None
+    check_mounted(run, spec.mount, [folder, plan_file], "cluster.kubernetes.mount")
+    _ranks_job(run, folder / "jobset.sh", cluster.nodes, cluster.gpus_per_node, serving)
+    if serving:
+        _data_job(run, folder / "data.sh")
 
 
 def commands(folder: Path) -> list[str]:
@@ -102,14 +122,15 @@ def _file(folder: Path) -> Path:
     return folder / "jobset.yaml"
 
 
-def _name(run: Run, most_pods: int) -> str:
+def _name(run: Run) -> str:
     """The JobSet's name; its pods are called NAME-ranks-0-N-xxxxx.
 
     Raises:
         SpecError: Kubernetes does not allow such names.
     """
-    name = run.file.cluster.kubernetes.name or run.file.name
-    longest = HOST_NAME - len(f"-{RANKS}-0-{most_pods - 1}-xxxxx")
+    cluster = run.file.cluster
+    name, pods = cluster.kubernetes.name or run.file.name, max(cluster.nodes, cluster.cpu_nodes)
+    longest = HOST_NAME - len(f"-{RANKS}-0-{pods - 1}-xxxxx")
     if re.fullmatch(DNS_LABEL, name) and len(name) <= longest:
         return name
     allowed = re.sub(r"[^a-z0-9]+", "-", name.lower())
@@ -137,6 +158,14 @@ def _check_said(run: Run, serving: bool) -> None:
             f"missing in the run file: {', '.join(missing)}",
             "docs/howto/kubernetes.md says what they are.",
         )
+    gpus = spec.resources.get(GPU)
+    if gpus is not None and str(gpus) != str(_gpus(run)):
+        raise SpecError(
+            f"cluster.kubernetes.resources: a pod with ranks gets {_gpus(run)} of {GPU}",
+            f"given: {gpus}; cluster.device: {run.file.cluster.device}, cluster.gpus_per_node:"
+            f" {run.file.cluster.gpus_per_node}",
+            "Take it out of resources, or correct cluster.gpus_per_node and plan again.",
+        )
     for name, path in (
         ("tls_ca", tls.tls_ca),
         ("tls_cert", tls.tls_cert),
@@ -152,6 +181,12 @@ def _check_said(run: Run, serving: bool) -> None:
                 "Name where the secret is to be mounted, such as /etc/disttrain/tls/tls.crt; one"
                 " certificate serves all pods (*.NAME, see docs/howto/kubernetes.md).",
             )
+
+
+def _gpus(run: Run) -> int:
+    """GPUs of a pod with ranks."""
+    cluster = run.file.cluster
+    return 0 if cluster.device == "cpu" else cluster.gpus_per_node
 
 
 def _secrets(run: Run, serving: bool) -> Secrets:
@@ -190,7 +225,8 @@ def _workers(run: Run, name: str, ended: str) -> str:
     return "\n".join(lines)
 
 
-def _jobset(run: Run, start: Start, name: str, jobs: list[dict[str, Any]]) -> dict[str, Any]:
+def _jobset(run: Run, start: Start, name: str) -> dict[str, Any]:
+    """The JobSet but for its jobs."""
     spec = run.file.cluster.kubernetes
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
@@ -225,17 +261,14 @@ def _jobset(run: Run, start: Start, name: str, jobs: list[dict[str, Any]]) -> di
                     },
                 ],
             },
-            "replicatedJobs": jobs,
         },
     }
 
 
-def _ranks_job(
-    run: Run, start: Start, script: Path, nodes: int, most: int, serving: bool
-) -> dict[str, Any]:
+def _ranks_job(run: Run, script: Path, nodes: int, most: int, serving: bool) -> dict[str, Any]:
     """The job of the ranks: a pod for every node, which takes all its GPUs."""
-    cluster, spec = run.file.cluster, run.file.cluster.kubernetes
-    devices = {} if cluster.device == "cpu" else {"nvidia.com/gpu": cluster.gpus_per_node}
+    spec = run.file.cluster.kubernetes
+    devices = {GPU: gpus} if (gpus := _gpus(run)) else {}
     limits = devices | spec.resources
     requests = {"cpu": cpus_per_rank(run, serving) * most} | limits
     secrets = _secrets(run, serving)
@@ -258,7 +291,7 @@ def _ranks_job(
     pod = {"restartPolicy": "Never", "nodeSelector": dict(spec.node_selector)} | _pod(
         run, RANKS, script, {"requests": requests, "limits": limits}, secrets
     )
-    return _job(RANKS, nodes, {"podFailurePolicy": policy}, pod)
+    return _job(run, RANKS, nodes, {"backoffLimit": 0, "podFailurePolicy": policy}, pod)
 
 
 def _data_job(run: Run, script: Path) -> dict[str, Any]:
@@ -269,11 +302,12 @@ def _data_job(run: Run, script: Path) -> dict[str, Any]:
     pod = {"restartPolicy": "OnFailure", "nodeSelector": dict(spec.cpu_node_selector)} | _pod(
         run, DATA, script, {"requests": {"cpu": cluster.cpu_node_cores}}, secrets
     )
-    return _job(DATA, cluster.cpu_nodes, {}, pod)
+    return _job(run, DATA, cluster.cpu_nodes, {}, pod)
 
 
-def _job(name: str, pods: int, policy: dict[str, Any], pod: dict[str, Any]) -> dict[str, Any]:
-    backoff = {"backoffLimit": 0} if policy else {}
+def _job(
+    run: Run, name: str, pods: int, policy: dict[str, Any], pod: dict[str, Any]
+) -> dict[str, Any]:
     return {
         "name": name,
         "replicas": 1,
@@ -282,9 +316,8 @@ def _job(name: str, pods: int, policy: dict[str, Any], pod: dict[str, Any]) -> d
                 "completionMode": "Indexed",
                 "parallelism": pods,
                 "completions": pods,
-                **backoff,
                 **policy,
-                "template": {"spec": pod},
+                "template": patched(run, name, without_nothing(pod)),
             }
         },
     }

@@ -6,6 +6,7 @@ as a number, or as an option that the run file's schema has checked.
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from string import Template
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
 
@@ -21,11 +22,13 @@ from disttrain_cli.errors import SpecError
 from disttrain_cli.runtime.launching.emit.hosts import Node
 from disttrain_cli.runtime.launching.payload import PREFLIGHT, TRAIN, payload_of
 from disttrain_cli.runtime.launching.rank import JobFile
-from disttrain_cli.spec.plan import Plan
-from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.rundir import RunDir, stop_file, stopped_file
 from disttrain_cli.spec.runfile import Run
 from disttrain_cli.spec.whole import write_whole
+
+if TYPE_CHECKING:
+    from disttrain_cli.spec.plan import Plan
+    from disttrain_cli.spec.profile import Profile
 
 
 class Emitted(BaseModel):
@@ -86,11 +89,13 @@ def write_job(
 
 def filled(name: str, values: Mapping[str, Any]) -> str:
     """A template of `templates/launch/` with its values; others may be parts of it, as
-    `@{NAME.sh}`."""
+    `@{NAME.sh}`. A line that is nothing but an empty value is left out."""
     room = files("disttrain_cli") / "templates" / "launch"
     text = (room / name).read_text()
     for part in ("agent", "follow", "stopped"):
         text = text.replace(f"@{{{part}.sh}}", (room / f"{part}.sh").read_text().strip())
+    alone = re.compile(r"^ *@\{(\w+)\}\n", re.MULTILINE)
+    text = alone.sub(lambda line: line[0] if values[line[1]] != "" else "", text)
     return _Template(text).substitute(
         {key: value if isinstance(value, str) else str(value) for key, value in values.items()}
     )
@@ -113,7 +118,9 @@ def common(run: Run, job: Path, start: Start) -> dict[str, str]:
         "stopped": shlex.quote(str(stopped_file(logs))),
         "setup": ""
         if setup is None
-        else f"# shellcheck source=/dev/null\nsource {shlex.quote(str(run.resolve(setup)))}",
+        # those of environments and modules use variables that are not set
+        else "set +u\n# shellcheck source=/dev/null\n"
+        f"source {shlex.quote(str(run.resolve(setup)))}\nset -u",
         "exports": "\n".join(exports),
         "python": f"{shlex.quote(sys.executable)} -m",
         "restarts": str(start.restarts(run)),
@@ -121,8 +128,9 @@ def common(run: Run, job: Path, start: Start) -> dict[str, str]:
     }
 
 
-def plain_path(path: Path, what: str) -> str:
-    """A path for an option of sbatch, which takes no quotes apart as a shell does."""
+def check_plain(path: Path, what: str) -> None:
+    """SpecError where an option of sbatch, which takes no quotes apart as a shell does, cannot name
+    a path."""
     text = str(path)
     if any(sign in text for sign in "\"'\\%\n ") or not text.isprintable():
         raise SpecError(
@@ -130,4 +138,3 @@ def plain_path(path: Path, what: str) -> str:
             f"given: {text!r}",
             "Use a path without blanks, quotes and percent signs.",
         )
-    return text

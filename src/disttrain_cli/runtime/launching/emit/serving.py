@@ -35,6 +35,16 @@ def addresses(run: Run, hosts: Sequence[str]) -> str:
     )
 
 
+def check_no_nodes(run: Run, why: str) -> None:
+    """SpecError: the run file asks for preprocessing nodes, which no such job has."""
+    raise SpecError(
+        f"{why}, and no preprocessing nodes",
+        f"cluster.cpu_nodes: {run.file.cluster.cpu_nodes}",
+        "Set cluster.cpu_nodes: 0 and let ranks prepare their data, or name workers that run"
+        " already in preprocess.addresses.",
+    )
+
+
 def check_protected(run: Run) -> None:
     """Workers on other nodes need TLS and a token; SpecError names what is missing."""
     spec = run.file.preprocess

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import shlex
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from disttrain_cli.errors import SpecError
 from disttrain_cli.runtime.launching.emit.containers import (
@@ -17,12 +18,16 @@ from disttrain_cli.runtime.launching.emit.containers import (
 )
 from disttrain_cli.runtime.launching.emit.cores import cpus_per_rank
 from disttrain_cli.runtime.launching.emit.hosts import numbered_nodes
-from disttrain_cli.runtime.launching.emit.manifest import check_mounted, to_yaml
+from disttrain_cli.runtime.launching.emit.manifest import to_yaml, without_nothing
 from disttrain_cli.runtime.launching.emit.scripts import Emitted, Start, write_job
-from disttrain_cli.spec.plan import Plan
-from disttrain_cli.spec.profile import Profile
+from disttrain_cli.runtime.launching.emit.serving import check_no_nodes
+from disttrain_cli.runtime.launching.emit.visible import check_mounted, protecting_files
 from disttrain_cli.spec.runfile import Run
 from disttrain_cli.spec.whole import write_whole
+
+if TYPE_CHECKING:
+    from disttrain_cli.spec.plan import Plan
+    from disttrain_cli.spec.profile import Profile
 
 #: Where SkyPilot says which node this is, and what the others are called.
 PLACE = 'node="$SKYPILOT_NODE_RANK"\nmapfile -t hosts <<< "$SKYPILOT_NODE_IPS"'
@@ -35,17 +40,12 @@ def emit_skypilot(
     """Write the task, the script of its nodes, a job file and the image's Dockerfile.
 
     Raises:
-        SpecError: too few nodes; preprocessing nodes; what `cluster.skypilot` must say and does
-            not; files outside the volume.
+        SpecError: as `check`, or the plan needs more nodes.
     """
     cluster, spec = run.file.cluster, run.file.cluster.skypilot
+    serving = cluster.cpu_nodes > 0 and not start.preflight
+    check(run, folder, serving, plan_file=plan_file)
     nodes = numbered_nodes(run, plan, profile)
-    _check_said(run, start)
-    if spec.mount is not None:
-        given = run.file.preprocess
-        protected = [given.tls_ca, given.token_file] if given.addresses else []
-        files = [folder, plan_file, *(run.resolve(path) for path in protected if path)]
-        check_mounted(run, spec.mount, files, "cluster.skypilot.mount")
     job = write_job(run, plan, profile, folder, nodes, start)
     script = write_script(
         run, job, start, nodes, kind="skypilot", place=PLACE, restarts=start.restarts(run)
@@ -67,7 +67,11 @@ def emit_skypilot(
         "run": shlex.join(["bash", str(script)]),
     }
     comment = f"The run {run.file.name}; written by: disttrain train --emit skypilot"
-    written = [write_whole(_file(folder), to_yaml(comment, task)), script, write_dockerfile(folder)]
+    written = [
+        write_whole(_file(folder), to_yaml(comment, without_nothing(task))),
+        script,
+        write_dockerfile(folder),
+    ]
     return Emitted(job=str(job), scripts=[str(path) for path in written], commands=commands(folder))
 
 
@@ -85,16 +89,16 @@ def _name(name: str) -> str:
     return re.sub(r"([._-])[._-]+", r"\1", name).strip("._-")
 
 
-def _check_said(run: Run, start: Start) -> None:
-    """SpecError where the task cannot be written."""
+def check(run: Run, folder: Path, serving: bool, *, plan_file: Path) -> None:
+    """Refuse what could not start, before there is a plan.
+
+    Raises:
+        SpecError: preprocessing nodes; what `cluster.skypilot` must say and does not; files outside
+            the volume.
+    """
     cluster, spec = run.file.cluster, run.file.cluster.skypilot
-    if cluster.cpu_nodes > 0 and not start.preflight:
-        raise SpecError(
-            "A SkyPilot task has nodes of one kind, and no preprocessing nodes",
-            f"cluster.cpu_nodes: {cluster.cpu_nodes}",
-            "Set cluster.cpu_nodes: 0 and let ranks prepare their data, or name workers that run"
-            " already in preprocess.addresses.",
-        )
+    if serving:
+        check_no_nodes(run, "A SkyPilot task has nodes of one kind")
     if cluster.device != "cpu" and spec.accelerator is None:
         raise SpecError(
             "SkyPilot must know the GPU by its name",
@@ -107,3 +111,13 @@ def _check_said(run: Run, start: Start) -> None:
             f"volume: {spec.volume}, mount: {spec.mount}",
             "Give both, or none where all nodes see the run file's folder anyway.",
         )
+    if cluster.device == "cpu" and spec.accelerator is not None:
+        raise SpecError(
+            "The task would have no GPUs, and the run file names some",
+            f"cluster.skypilot.accelerator: {spec.accelerator}; cluster.device: cpu",
+            "Take the accelerator out, or set cluster.device: auto, profile and plan again.",
+        )
+    cpus_per_rank(run, serving=False)
+    if spec.mount is not None:
+        files = [folder, plan_file, *protecting_files(run, serving=False).values()]
+        check_mounted(run, spec.mount, files, "cluster.skypilot.mount")

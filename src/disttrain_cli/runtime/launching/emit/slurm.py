@@ -5,15 +5,16 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from disttrain_cli.runtime.launching.emit.cores import cpus_per_rank
 from disttrain_cli.runtime.launching.emit.hosts import Node, numbered_nodes
 from disttrain_cli.runtime.launching.emit.scripts import (
     Emitted,
     Start,
+    check_plain,
     common,
     filled,
-    plain_path,
     write_job,
 )
 from disttrain_cli.runtime.launching.emit.serving import (
@@ -22,10 +23,12 @@ from disttrain_cli.runtime.launching.emit.serving import (
     serve_command,
     workers_per_node,
 )
-from disttrain_cli.spec.plan import Plan
-from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.runfile import Run
 from disttrain_cli.spec.whole import write_whole
+
+if TYPE_CHECKING:
+    from disttrain_cli.spec.plan import Plan
+    from disttrain_cli.spec.profile import Profile
 
 
 def emit_slurm(
@@ -34,14 +37,11 @@ def emit_slurm(
     """Write a job file and an sbatch script into `folder`, on a file system that all nodes share.
 
     Raises:
-        SpecError: too few nodes, or preprocessing nodes without what protects their data (TLS and a
-            token).
+        SpecError: as `check`, or the plan needs more nodes.
     """
-    cluster = run.file.cluster
+    serving = run.file.cluster.cpu_nodes > 0 and not start.preflight
+    check(run, folder, serving)
     nodes = numbered_nodes(run, plan, profile)
-    serving = cluster.cpu_nodes > 0 and not start.preflight
-    if serving:
-        check_protected(run)
     job = write_job(run, plan, profile, folder, nodes, start)
     values = common(run, job, start)
     counts = [len(node.ranks) for node in nodes]
@@ -51,17 +51,30 @@ def emit_slurm(
         "tasks": str(sum(counts)),
         "distribution": f"block --ntasks-per-node={counts[0]}" if even else "arbitrary",
         "uneven": (
-            ":"
+            ""
             if even
             else filled("uneven.sh", values | {"counts": " ".join(map(str, counts))}).rstrip()
         ),
         "cpus": str(cpus_per_rank(run, serving)),
         "group": "--het-group=0 " if serving else "",
         "nodelist": "SLURM_JOB_NODELIST_HET_GROUP_0" if serving else "SLURM_JOB_NODELIST",
-        "serve": _serve(run, plan_file, values) if serving else ":",
+        "serve": _serve(run, plan_file, values) if serving else "",
     }
     path = write_whole(_script(folder), filled("slurm.sh", values))
     return Emitted(job=str(job), scripts=[str(path)], commands=commands(folder))
+
+
+def check(run: Run, folder: Path, serving: bool) -> None:
+    """Refuse what could not start, before there is a plan.
+
+    Raises:
+        SpecError: a folder that no option of sbatch can name; a rank's share of a node's cores is
+            too small; preprocessing nodes without what protects their data (TLS and a token).
+    """
+    check_plain(folder.resolve(), "The folder of the scripts")
+    cpus_per_rank(run, serving)
+    if serving:
+        check_protected(run)
 
 
 def commands(folder: Path) -> list[str]:
@@ -79,7 +92,7 @@ def _options(run: Run, nodes: list[Node], folder: Path, serving: bool) -> list[s
     cluster, slurm = run.file.cluster, run.file.cluster.slurm
     options = [
         f"--job-name={run.file.name}",
-        f"--output={plain_path(folder.resolve(), 'The folder of the scripts')}/slurm-%j.log",
+        f"--output={folder.resolve()}/slurm-%j.log",
         "--open-mode=append",
         "--requeue",
         f"--signal=B:USR1@{slurm.signal_s}",
@@ -90,6 +103,7 @@ def _options(run: Run, nodes: list[Node], folder: Path, serving: bool) -> list[s
         f"--ntasks-per-node={max(len(node.ranks) for node in nodes)}",
         f"--cpus-per-task={cpus_per_rank(run, serving)}",
         *([] if cluster.device == "cpu" else [f"--gpus-per-node={cluster.gpus_per_node}"]),
+        *([] if slurm.mem is None else [f"--mem={slurm.mem}"]),
         *slurm.options,
     ]
     lines = [f"#SBATCH {option}" for option in options]
@@ -101,6 +115,7 @@ def _options(run: Run, nodes: list[Node], folder: Path, serving: bool) -> list[s
             f"--nodes={cluster.cpu_nodes}",
             "--ntasks-per-node=1",
             f"--cpus-per-task={cluster.cpu_node_cores}",
+            *([] if slurm.mem is None else ["--mem=0"]),
         ]
         lines += ["#SBATCH hetjob", *(f"#SBATCH {option}" for option in other)]
     return lines
