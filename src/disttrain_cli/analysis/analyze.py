@@ -3,7 +3,6 @@ format."""
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -14,6 +13,7 @@ from msgspec.structs import replace
 from disttrain_cli.analysis.formats import Format, Traces, files_of, find_format
 from disttrain_cli.analysis.remembered import remembered
 from disttrain_cli.analysis.result.summary import Analysis
+from disttrain_cli.calls import call
 from disttrain_cli.errors import DataError
 from disttrain_cli.spec.progress import Progress, silent
 
@@ -74,7 +74,7 @@ def _traces(paths: list[Path]) -> Traces:
         raise DataError(
             "These are dumps of PyTorch's flight recorder, and no trace",
             "they show why a job hangs, and hold no times",
-            f"Have them explained: {shlex.join(['disttrain', 'analyze', *map(str, paths)])}",
+            f"Have them explained: {call('analyze', *paths)}",
         )
     return found
 

@@ -13,6 +13,7 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 from disttrain_cli.analysis.cache import cached, forget
+from disttrain_cli.calls import argument
 from disttrain_cli.errors import DataError, UsageError
 
 if TYPE_CHECKING:
@@ -96,7 +97,9 @@ def answer(connection: DuckDBPyConnection, query: str, views: Callable[[], Itera
         statements = connection.extract_statements(query)
         if len(statements) != 1 or statements[0].type != duckdb.StatementType.SELECT:
             raise UsageError(
-                "--sql takes exactly one SELECT statement", f"given: {query}", _known(views())
+                f"{argument('query')} takes exactly one SELECT statement",
+                f"given: {query}",
+                _known(views()),
             )
         table = _interruptible(connection, statements[0])
     except duckdb.Error as error:

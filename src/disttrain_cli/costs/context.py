@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from disttrain_cli.calls import call
 from disttrain_cli.costs.freezing import Backward
 from disttrain_cli.costs.hardware import moved_s
 from disttrain_cli.costs.links import (
@@ -65,7 +66,7 @@ def misfit(
         if not known:
             return (
                 f"the profile, made before {name} could share its rows, does not know of its heads:"
-                " disttrain profile"
+                f" {call('profile')}"
             )
         for heads in known:
             query, key = heads.query // tp, heads.key // tp

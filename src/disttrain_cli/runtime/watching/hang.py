@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from disttrain_cli.calls import call
 from disttrain_cli.errors import RankLostError
 from disttrain_cli.runtime.watching.flight import records
 from disttrain_cli.runtime.watching.pulse import State, interval_s, read_state
@@ -181,7 +182,7 @@ class HangWatch:
             what,
             "\n".join(lines),
             "Read those logs, and go on from the newest checkpoint, if there "
-            "is one: disttrain train --resume",
+            f"is one: {call('train', resume=True)}",
         )
         lost.rank = hang.causes[0] if len(hang.causes) == 1 and not hang.circle else None
         return lost

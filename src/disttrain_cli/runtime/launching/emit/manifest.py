@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from disttrain_cli.calls import argument
 from disttrain_cli.data.sources.files import is_url
 from disttrain_cli.errors import SpecError
 from disttrain_cli.spec.runfile import Run
@@ -62,7 +63,7 @@ def check_mounted(run: Run, mount: str, files: Sequence[Path], field: str) -> No
             f"Containers would not find {outside[0]}",
             f"{field}: {mount} is all that they mount",
             "Mount the volume here under the path that it has there, put the run file, runs/, the"
-            " plan, --out, data and models on it, and emit from there.",
+            f" plan, {argument('out')}, data and models on it, and emit from there.",
         )
 
 
