@@ -23,12 +23,15 @@ _MARKED = re.compile(f"{_BEGIN}([^{_BEGIN}{_END}]*){_END}")
 COMMANDS = {
     "calibrate": "profile",
     "compare_clusters": "plan",
+    "data_index_share": "data index",
     "dry_run": "train --dry-run",
     "dry_run_steps": "train --dry-run --device cuda",
     "emit": "train",
+    "explain_hang": "analyze",
     "look": "watch --once",
     "preflight": "train --preflight",
     "rehearse": "train --rehearse",
+    "holds": "analyze",
     "sql": "analyze",
     "write_perfetto": "analyze",
 }
@@ -46,7 +49,6 @@ OPTIONS = {
     "recorded": "calibrate",
     "run_file": "run",
     "settings": "set",
-    "step": "checkpoint",
 }
 #: Commands whose first argument is no run file.
 _OF_NO_RUN = ("analyze", "doctor", "init", "sample", "schema", "watch")

@@ -10,8 +10,8 @@ import xml.etree.ElementTree as ET
 import pytest
 import yaml
 
+from disttrain_cli.api.presets import preset_text
 from disttrain_cli.app import main
-from disttrain_cli.commands.init import preset_text
 from disttrain_cli.costs.hardware import RULES
 from disttrain_cli.planning.purchase import offer
 from disttrain_cli.spec.plan import read_plan

@@ -5,9 +5,9 @@ import json
 import pytest
 import yaml
 
+from disttrain_cli.api.presets import preset_text
 from disttrain_cli.app import main
 from disttrain_cli.commands.common import next_command
-from disttrain_cli.commands.init import preset_text
 from disttrain_cli.errors import SpecError, UsageError
 from disttrain_cli.naming import DEFAULT_RUN_FILE
 from disttrain_cli.spec.runfile import read_run

@@ -10,14 +10,17 @@ from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from threading import Thread
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from disttrain_cli.analysis.cache import cached, forget
 from disttrain_cli.calls import argument
 from disttrain_cli.errors import DataError, UsageError
 
 if TYPE_CHECKING:
+    import pyarrow
     from duckdb import DuckDBPyConnection, Statement
+
+Answer = TypeVar("Answer")
 
 #: Rows of an answer to a stranger; more would fill the memory, and nobody reads them.
 MOST_ANSWERED = 1_000_000
@@ -84,9 +87,14 @@ def lock(connection: DuckDBPyConnection) -> None:
     connection.execute("SET lock_configuration = true")
 
 
-def answer(connection: DuckDBPyConnection, query: str, views: Callable[[], Iterable[str]]) -> Table:
+def answer(
+    connection: DuckDBPyConnection,
+    query: str,
+    views: Callable[[], Iterable[str]],
+    fetch: Callable[[DuckDBPyConnection], Answer],
+) -> Answer:
     """Answer one SELECT over views, which `views` names, of a connection that can reach nothing
-    else.
+    else, as `fetch` (`rows`, `arrow`) takes it.
 
     Raises:
         UsageError: the query is not one SELECT statement, or DuckDB refuses it.
@@ -101,10 +109,17 @@ def answer(connection: DuckDBPyConnection, query: str, views: Callable[[], Itera
                 f"given: {query}",
                 _known(views()),
             )
-        table = _interruptible(connection, statements[0])
+        return _interruptible(connection, statements[0], fetch)
     except duckdb.Error as error:
         said = "\n".join(line for line in str(error).splitlines() if "internal." not in line)
         raise UsageError("The query failed", said, _known(views())) from None
+
+
+def rows(cursor: DuckDBPyConnection) -> Table:
+    """An answer as rows; UsageError where there are more than `MOST_ANSWERED`."""
+    table = Table(
+        [column[0] for column in cursor.description or []], cursor.fetchmany(MOST_ANSWERED + 1)
+    )
     if len(table.rows) > MOST_ANSWERED:
         raise UsageError(
             "The answer is too long",
@@ -114,17 +129,23 @@ def answer(connection: DuckDBPyConnection, query: str, views: Callable[[], Itera
     return table
 
 
-def _interruptible(connection: DuckDBPyConnection, statement: Statement) -> Table:
-    """The first rows that a statement answers; Ctrl-C ends it, which DuckDB alone does not heed in
-    every query."""
+def arrow(cursor: DuckDBPyConnection) -> pyarrow.Table:
+    """An answer as an Arrow table, however long."""
+    return cursor.to_arrow_table()
 
-    answered: Future[Table] = Future()
+
+def _interruptible(
+    connection: DuckDBPyConnection,
+    statement: Statement,
+    fetch: Callable[[DuckDBPyConnection], Answer],
+) -> Answer:
+    """What a statement answers; Ctrl-C ends it, which DuckDB alone does not heed in every query."""
+
+    answered: Future[Answer] = Future()
 
     def run() -> None:
         try:
-            cursor = connection.execute(statement)
-            names = [column[0] for column in cursor.description or []]
-            answered.set_result(Table(names, cursor.fetchmany(MOST_ANSWERED + 1)))
+            answered.set_result(fetch(connection.execute(statement)))
         except BaseException as error:  # for whoever asked
             answered.set_exception(error)
 

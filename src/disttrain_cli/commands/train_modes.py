@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from disttrain_cli.api import check_start, checked_plan, find_origin, open_run
-from disttrain_cli.commands.launching import Emit
+from disttrain_cli.api import checked_plan, open_run
+from disttrain_cli.api.ranks import Kind
+from disttrain_cli.api.training import check_start, find_origin
 from disttrain_cli.errors import UsageError
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ class Asked:
     preflight: bool
     dry_run: bool
     device: str | None
-    emit: Emit | None
+    emit: Kind | None
     out: Path | None
 
 

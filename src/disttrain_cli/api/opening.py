@@ -1,0 +1,60 @@
+"""Run files and paths as the functions take them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from disttrain_cli.calls import DEFAULT_RUN_FILE, now_read_by, read_by
+from disttrain_cli.errors import UsageError
+
+if TYPE_CHECKING:
+    from disttrain_cli.spec.runfile import Run
+
+Note = Callable[[str], None]
+
+
+def ignore(note: str) -> None:
+    """Take no note."""
+
+
+def open_run(run: Run | Path | str = DEFAULT_RUN_FILE, *settings: str) -> Run:
+    """A run that was read already, or the run file of this name; a folder stands for the
+    `disttrain.yaml` in it.
+
+    Args:
+        settings: changes of the run file, such as "train.steps=100"; the values are YAML.
+
+    Raises:
+        SpecError: it is missing or wrong; the line is named.
+        UsageError: a setting is wrong.
+    """
+    named = Path(run) if isinstance(run, Path | str) else None
+    if not (reader := now_read_by()).shell:  # which has named the run file already
+        read_by(replace(reader, run=named or "run"))
+    if not isinstance(run, Path | str) and not settings:
+        return run
+    from disttrain_cli.spec.runfile import read_run
+
+    if not isinstance(run, Path | str):
+        return read_run(run.path, *run.settings, *settings)
+    path = Path(run)
+    return read_run(path / DEFAULT_RUN_FILE if path.is_dir() else path, *settings)
+
+
+def path_of(given: Path | str | None) -> Path | None:
+    """A path that may be given as a text, or not at all."""
+    return None if given is None else Path(given)
+
+
+def not_over(out: Path | None, *inputs: Path) -> None:
+    """Raise UsageError where `out`, a file to write, is one of those that are read."""
+    for path in inputs:
+        if out is not None and out.exists() and path.exists() and out.samefile(path):
+            raise UsageError(
+                f"{out} is one of the files that are read",
+                "it would be replaced",
+                "Name another file to write.",
+            )
