@@ -119,10 +119,10 @@ def set_words() -> list[str]:
 
 
 def _plain(value: object) -> Any:
-    """The value as JSON can hold it; a path, which is no placeholder, in a list."""
+    """The value as JSON can hold it; ranges and paths, which are no placeholders, by their kind."""
     if isinstance(value, range):
         return {"range": [value.start, value.stop]}
-    return [str(value)] if isinstance(value, Path) else value
+    return {"path": str(value)} if isinstance(value, Path) else value
 
 
 def _in_shell(function: str, values: list[Any], arguments: dict[str, Any]) -> str:
@@ -135,14 +135,15 @@ def _in_shell(function: str, values: list[Any], arguments: dict[str, Any]) -> st
     words += map(_word, values)
     for name, value in arguments.items():
         option = f"--{OPTIONS.get(name, name).replace('_', '-')}"
-        words += [option] if value is None or value is True else [option, _word(value)]
+        for one in value if isinstance(value, list) else [value]:
+            words += [option] if one is None or one is True else [option, _word(one)]
     return shlex.join(words)
 
 
 def _word(value: Any) -> str:
     if isinstance(value, dict):
-        return ":".join(map(str, value["range"]))
-    return str(value[0] if isinstance(value, list) else value)
+        return value["path"] if "path" in value else "{}:{}".format(*value["range"])
+    return str(value)
 
 
 def _in_python(function: str, values: list[Any], arguments: dict[str, Any]) -> str:
@@ -162,9 +163,7 @@ def _in_python(function: str, values: list[Any], arguments: dict[str, Any]) -> s
 def _expression(value: Any) -> str:
     """The value in Python; a placeholder as it is."""
     if isinstance(value, dict):
-        return "range({}, {})".format(*value["range"])
-    if isinstance(value, list):
-        return repr(value[0])
+        return repr(value["path"]) if "path" in value else "range({}, {})".format(*value["range"])
     return value if isinstance(value, str) and re.fullmatch("[A-Z]+", value) else repr(value)
 
 

@@ -168,7 +168,7 @@ class _Condition:
             raise UsageError(
                 f"{argument('condition')} cannot compare {name!r}",
                 "it is null: these traces do not contain it",
-                f"Compare a figure that they contain: {call('analyze')} (its `--json`)",
+                f"Figures are in the JSON of {call('analyze')}: `--json`, or `analysis.to_json()`",
             )
         if kind == "number" and isinstance(value, float):
             limit = float(text.rstrip(" %")) / (100 if text.endswith("%") else 1)
@@ -191,7 +191,7 @@ class _Condition:
         raise UsageError(
             f"{argument('condition')} knows nothing named {name!r}",
             "there are, among others: " + ", ".join(near),
-            f"See all of them: {call('analyze')} (its `--json`)",
+            f"Figures are in the JSON of {call('analyze')}: `--json`, or `analysis.to_json()`",
         )
 
     def _unread(self) -> UsageError:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from disttrain_cli.api.opening import not_over, open_run, path_of
-from disttrain_cli.calls import call, now_read_by, read_by
+from disttrain_cli.api.opening import name_run, not_over, open_run, path_of
+from disttrain_cli.calls import call
 from disttrain_cli.errors import DataError, UsageError
 from disttrain_cli.naming import run_file_beside, with_named
 from disttrain_cli.spec.progress import Progress, silent
@@ -86,8 +86,7 @@ def _named(paths: Sequence[Path | str]) -> tuple[list[Path], list[Path]]:
     named = [Path(path) for path in paths]
     if not named:
         return [], [open_run().dir.root]
-    if not (reader := now_read_by()).shell:
-        read_by(replace(reader, run=run_file_beside(named[0]), traces=named))
+    name_run(run_file_beside(named[0]), named)
     return named, named
 
 
@@ -152,7 +151,8 @@ def explain_hang(*paths: Path | str) -> Dumped:
     from disttrain_cli.analysis.flight.verdict import analyze_dumps
     from disttrain_cli.analysis.formats import find_format
 
-    found = find_format([Path(path) for path in paths])
+    _, folders = _named(paths)
+    found = find_format(folders)
     if found.format != "flight recorder":
         raise DataError(
             "These are no dumps of PyTorch's flight recorder",

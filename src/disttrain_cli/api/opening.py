@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from disttrain_cli.calls import DEFAULT_RUN_FILE, now_read_by, read_by
+from disttrain_cli.calls import DEFAULT_RUN_FILE, Reader, now_read_by, read_by
 from disttrain_cli.errors import UsageError
 
 if TYPE_CHECKING:
@@ -18,6 +17,13 @@ Note = Callable[[str], None]
 
 def ignore(note: str) -> None:
     """Take no note."""
+
+
+def name_run(run: Path | str | None, traces: Sequence[Path] = ()) -> None:
+    """Have calls in messages take this run file, or this expression of one; in a shell, what the
+    command was given stays."""
+    if not now_read_by().shell:
+        read_by(Reader(run=run, traces=traces))
 
 
 def open_run(run: Run | Path | str = DEFAULT_RUN_FILE, *settings: str) -> Run:
@@ -31,9 +37,7 @@ def open_run(run: Run | Path | str = DEFAULT_RUN_FILE, *settings: str) -> Run:
         SpecError: it is missing or wrong; the line is named.
         UsageError: a setting is wrong.
     """
-    named = Path(run) if isinstance(run, Path | str) else None
-    if not (reader := now_read_by()).shell:  # which has named the run file already
-        read_by(replace(reader, run=named or "run"))
+    name_run(Path(run) if isinstance(run, Path | str) else "run")
     if not isinstance(run, Path | str) and not settings:
         return run
     from disttrain_cli.spec.runfile import read_run

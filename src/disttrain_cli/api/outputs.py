@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from disttrain_cli.api.opening import open_run, path_of
+from disttrain_cli.api.opening import name_run, open_run, path_of
 from disttrain_cli.calls import DEFAULT_RUN_FILE, argument, call
 from disttrain_cli.errors import UsageError
 from disttrain_cli.spec.progress import Progress, silent
@@ -90,6 +90,7 @@ def sample(
         if isinstance(given, str | Path):
             raise UsageError(f"{argument(name)} is one text, not a list", f"given: {given!r}")
     target = path_of(out)
+    name_run(path_of(run_file))
     if not prompts and not images:
         raise UsageError(
             "Nothing to sample from",

@@ -8,8 +8,6 @@ from importlib import import_module
 from importlib.resources import files
 from pathlib import Path
 
-import yaml
-
 from disttrain_cli.calls import call
 from disttrain_cli.errors import SpecError, UsageError
 from disttrain_cli.naming import short_path
@@ -63,6 +61,8 @@ def fitted(text: str, gpus: int) -> str:
 
 def source_paths(content: str) -> list[str]:
     """Paths of a run file's sources."""
+    import yaml
+
     sources = yaml.safe_load(content)["data"].get("sources", [])
     return [source["path"] for source in sources]
 

@@ -53,10 +53,10 @@ def show_ranks(console: Console, found: Ranks) -> None:
                 (
                     stage.hosts[0]
                     if len(stage.hosts) == 1
-                    else f"{stage['hosts'][0]} … {stage['hosts'][-1]}"
+                    else f"{stage.hosts[0]} … {stage.hosts[-1]}"
                 ),
                 span(stage.layers),
-                "–" if stage.peak_gib is None else f"{stage['peak_gib']:.3f}",
+                "–" if stage.peak_gib is None else f"{stage.peak_gib:.3f}",
             ]
             for stage in found.stages
         ],

@@ -122,7 +122,7 @@ def validate(
         problems = [dict(problem) for problem in error.errors()]
     count, problems = len(problems), problems[:8]
     text = _read_text(path, what, next_step, JSON_MIB) if path.is_file() else ""
-    was_set = f"{argument('settings')}: "
+    was_set = f"{argument('settings')} "
     where = [
         was_set if _is_set(problem["loc"], changed) else f"line {line}, " if line else ""
         for problem, line in zip(

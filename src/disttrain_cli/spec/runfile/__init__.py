@@ -234,7 +234,9 @@ def read_run(path: Path | str, *settings: str) -> Run:
         UsageError: a setting is wrong.
     """
     path = Path(path)
-    value = parse_yaml(path, "run file", f"Write one with: {call('init', 'DIR', sample_data=True)}")
+    value = parse_yaml(
+        path, "run file", f"Write one with: {call('init', 'DIR', preset='tiny', sample_data=True)}"
+    )
     value, changed = with_settings(value, settings)
     named = fetched(value, path.resolve().parent)
     value = with_folder(value, path.resolve().parent, named)
