@@ -99,7 +99,7 @@ def test_notes_go_to_who_asked_for_them(run_folder):
         (lambda run: api.init(run, preset="tiny"), SpecError, "differs from the preset"),
         (lambda run: api.data_index_share(run, number=2, hosts=2), UsageError, "no share 2/2"),
         (lambda run: api.export(run, to=run / "to"), SpecError, "no checkpoint"),
-        (lambda run: api.open_run(run, "train.step=1"), UsageError, "Cannot apply"),
+        (lambda run: api.open_run(run, "train.step=1"), UsageError, "unknown key"),
     ],
 )
 def test_wrong_arguments_raise_the_projects_errors(run_folder, call, error, says):
@@ -171,7 +171,7 @@ def suggestions():
                 continue
             if node.func.id not in ("call", "argument") or path.name == "calls.py":
                 continue
-            if isinstance(node.args[0], ast.Constant):
+            if node.args and isinstance(node.args[0], ast.Constant):
                 yield path.name, node.func.id, node.args[0].value, [k.arg for k in node.keywords]
 
 

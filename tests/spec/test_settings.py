@@ -91,7 +91,7 @@ def test_what_is_wrong_in_the_file_stays_the_files(file):
     file.write_text(file.read_text().replace("  steps: 360", "  stepz: 360"))
     with pytest.raises(SpecError) as refused:
         read_run(file, "train.precisio=bf16", "train.seed=3")
-    assert "--set train.precisio" in refused.value.why
+    assert "settings train.precisio" in refused.value.why
     assert "line 49, train.stepz" in refused.value.why
     assert read_run(file, "train={global_batch_size: 2, steps: 3}").file.train.steps == 3
 

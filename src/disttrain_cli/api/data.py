@@ -218,7 +218,7 @@ def data_serve(
     processes: int = 1,
     tls_cert: Path | str | None = None,
     tls_key: Path | str | None = None,
-    ready: Callable[[list[str], list[int]], None] = lambda addresses, pids: None,
+    ready: Callable[[list[str], list[int]], None] | None = None,
     note: Note = ignore,
 ) -> None:
     """Serve prepared inputs to the ranks of a run, over Arrow Flight, until SIGTERM or SIGINT.
@@ -257,4 +257,4 @@ def data_serve(
         Task(opened.source, str(chosen.resolve()), host, port and port + number, certificate, key)
         for number in range(processes)
     ]
-    serve(tasks, ready, note)
+    serve(tasks, ready or (lambda addresses, pids: None), note)

@@ -10,7 +10,6 @@ circle.
 
 from __future__ import annotations
 
-import shlex
 import signal
 import socket
 import time
@@ -173,10 +172,9 @@ class HangWatch:
         )
         if records():
             dumps = flight_recorder(self._logs)
-            command = shlex.join(["disttrain", "analyze", str(dumps)])
             lines.append(
                 "Which collective they wait in, and who has not joined it, ranks dump as they end"
-                f" (PyTorch's flight recorder): {command}"
+                f" (PyTorch's flight recorder): {call('explain_hang', dumps)}"
             )
         lost = RankLostError(
             what,
