@@ -151,7 +151,7 @@ def test_no_compiler(
         code == 1
         and "no C++ compiler" in err
         and "apt-get install g++" in err
-        and "leave out --device" in err
+        and "disttrain train" in err
     )
 
 
