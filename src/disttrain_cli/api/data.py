@@ -46,7 +46,7 @@ class Checked:
     samples: int
     decoded: int  # by this check
     found: int  # broken, by this check
-    unread_keys: dict[str, int]
+    unread_keys: list[dict[str, int]]  # by source
     path: Path
     lost: int  # samples in all
     skipped: list[Skipped]

@@ -114,7 +114,7 @@ def _init_preset(folder: Path, preset: str, sample_data: bool, progress: Progres
         path,
         [str(folder / "data" / name) for name in written],
         preset=preset,
-        model=model and str(model),
+        model=str(model) if model else None,
         missing=presets.missing_data(folder, content),
     )
 

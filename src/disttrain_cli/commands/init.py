@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -87,7 +87,7 @@ def run(
             sample_data=sample_data,
             progress=progress,
         )
-    written = {"path": str(made.path), "data": made.data}
+    written: dict[str, Any] = {"path": str(made.path), "data": made.data}
     if made.preset is None:
         written |= {"folder": made.model, "samples": made.samples, "skipped": made.skipped}
     else:
