@@ -39,6 +39,7 @@ COMMANDS = {
 OPTIONS = {
     "condition": "fail-if",
     "devices": "device",
+    "every_s": "every",
     "file": "perfetto",
     "images": "image",
     "kind": "emit",

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from disttrain_cli.api.opening import name_run, not_over, open_run, path_of
+from disttrain_cli.api.opening import check_number, name_run, not_over, open_run, path_of
 from disttrain_cli.calls import call
 from disttrain_cli.errors import DataError, UsageError
 from disttrain_cli.naming import run_file_beside, with_named
@@ -188,6 +188,7 @@ def look(run: Path | str | None = None, *, steps: int | None = None) -> Look:
     """
     from disttrain_cli.analysis.watching.looking import STEPS, look_once
 
+    check_number("steps", steps, 4, 32)
     named, root = _watched(run)
     return _renamed(look_once(root, steps or STEPS), named)
 
@@ -208,6 +209,8 @@ def watch(
     """
     from disttrain_cli.analysis.watching.looking import STEPS, looks
 
+    check_number("steps", steps, 4, 32)
+    check_number("every_s", every_s, 0, whole=False)
     named, root = _watched(run)
     return (_renamed(one, named) for one in looks(root, steps or STEPS, every_s))
 

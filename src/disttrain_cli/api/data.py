@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from disttrain_cli.api.opening import Note, ignore, open_run, path_of
+from disttrain_cli.api.opening import Note, check_number, ignore, open_run, path_of
 from disttrain_cli.calls import DEFAULT_RUN_FILE, argument, spelled
 from disttrain_cli.errors import UsageError
 from disttrain_cli.spec.progress import Progress, silent
@@ -189,6 +189,7 @@ def data_order(
     Raises:
         As `data.index.open_index`.
     """
+    check_number("epochs", epochs, 1)
     opened, inputs = _with_data(run)
     from disttrain_cli.data.epochs.mixture import Mixture, in_sequences
     from disttrain_cli.data.index import open_index
@@ -234,6 +235,8 @@ def data_serve(
     Raises:
         As `data.serving.supervisor`.
     """
+    check_number("port", port, 0, 65_535)
+    check_number("processes", processes, 1)
     opened = open_run(run)
     from disttrain_cli.data.serving.access import exposed
     from disttrain_cli.data.serving.process import Task

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from numbers import Integral, Real
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, get_args
 
-from disttrain_cli.calls import DEFAULT_RUN_FILE, Reader, now_read_by, read_by
+from disttrain_cli.calls import DEFAULT_RUN_FILE, Reader, argument, now_read_by, read_by
 from disttrain_cli.errors import UsageError
 
 if TYPE_CHECKING:
@@ -62,3 +64,28 @@ def not_over(out: Path | None, *inputs: Path) -> None:
                 "it would be replaced",
                 "Name another file to write.",
             )
+
+
+def check_number(
+    name: str, value: object, least: int, most: float = math.inf, whole: bool = True
+) -> None:
+    """UsageError where an argument is neither None nor a number in this range."""
+    number = isinstance(value, Integral if whole else Real) and not isinstance(value, bool)
+    if value is not None and not (number and least <= value <= most):  # type: ignore[operator]
+        words = "whole numbers" if whole else "numbers"
+        limit = f"{least:,} or more" if most == math.inf else f"{least:,} to {most:,}"
+        raise UsageError(f"{argument(name)} cannot be {value!r}", f"allowed: {words}, {limit}")
+
+
+def check_list(name: str, value: object) -> None:
+    """UsageError where an argument is one text or number instead of several."""
+    if isinstance(value, str | Path | int):
+        raise UsageError(f"{argument(name)} is no list", f"given: {value!r}", f"Give [{value!r}].")
+
+
+def check_choice(name: str, value: object, literal: Any) -> None:
+    """UsageError where an argument is none of a `Literal`."""
+    if value not in get_args(literal):
+        raise UsageError(
+            f"{argument(name)} cannot be {value!r}", f"allowed: {', '.join(get_args(literal))}"
+        )

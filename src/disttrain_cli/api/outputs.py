@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from disttrain_cli.api.opening import name_run, open_run, path_of
+from disttrain_cli.api.opening import check_list, check_number, name_run, open_run, path_of
 from disttrain_cli.calls import DEFAULT_RUN_FILE, argument, call
 from disttrain_cli.errors import UsageError
 from disttrain_cli.spec.progress import Progress, silent
@@ -38,6 +38,7 @@ def export(
     Raises:
         As `runtime.outputs.export.export`.
     """
+    check_number("checkpoint", checkpoint, 0)
     opened = open_run(run)
     from disttrain_cli.runtime.outputs.export import export as write
 
@@ -86,9 +87,12 @@ def sample(
         UsageError: there is nothing to sample from, or `out` exists; others as
             `runtime.outputs.sample`.
     """
-    for name, given in (("prompts", prompts), ("images", images)):
-        if isinstance(given, str | Path):
-            raise UsageError(f"{argument(name)} is one text, not a list", f"given: {given!r}")
+    for name, given in (("prompts", prompts), ("images", images), ("settings", settings)):
+        check_list(name, given)
+    check_number("count", count, 0, 10_000)
+    check_number("tokens", tokens, 0)
+    check_number("temperature", temperature, 0, 100, whole=False)
+    check_number("seed", seed, 0, 2**31 - 1)
     target = path_of(out)
     name_run(path_of(run_file))
     if not prompts and not images:

@@ -8,7 +8,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from disttrain_cli.api.measuring import passes_of
-from disttrain_cli.api.opening import Note, ignore, not_over, open_run, path_of
+from disttrain_cli.api.opening import (
+    Note,
+    check_choice,
+    check_list,
+    check_number,
+    ignore,
+    not_over,
+    open_run,
+    path_of,
+)
 from disttrain_cli.calls import DEFAULT_RUN_FILE, call
 from disttrain_cli.errors import InfeasibleError, SpecError
 from disttrain_cli.naming import short_path
@@ -75,6 +84,9 @@ def plan(
         SpecError: the run file or the profile is missing or wrong.
         UsageError: `out` is what is read.
     """
+    check_choice("strategy", strategy, Strategy)
+    check_number("gpus", gpus, 1)
+    check_number("top", top, 0)
     opened = open_run(run)
     from disttrain_cli.planning.changes import changes, not_comparable
     from disttrain_cli.planning.check import check_device, not_run
@@ -192,6 +204,11 @@ def compare_clusters(
     Raises:
         InfeasibleError: no layout fits any of them; others as `profile` and `plan`.
     """
+    check_choice("strategy", strategy, Strategy)
+    check_list("gpus", gpus)
+    check_list("devices", devices)
+    for count in gpus:
+        check_number("gpus", count, 1)
     from disttrain_cli.planning.check import check_device
     from disttrain_cli.planning.draws import Draws
     from disttrain_cli.planning.purchase import offer

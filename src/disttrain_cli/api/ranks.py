@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from disttrain_cli.api.opening import open_run
+from disttrain_cli.api.opening import check_choice, open_run
 from disttrain_cli.api.planning import checked_plan
 from disttrain_cli.calls import DEFAULT_RUN_FILE
 from disttrain_cli.spec.progress import Progress, silent
@@ -77,6 +77,8 @@ def dry_run(
     Raises:
         As `checked_plan`; SpecError also where the hosts are too few.
     """
+    if kind is not None:
+        check_choice("kind", kind, Kind)
     opened = open_run(run)
     chosen, profile = checked_plan(opened, plan)
     from disttrain_cli.runtime.launching.emit.hosts import hosts_of, place_ranks

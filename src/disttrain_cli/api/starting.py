@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from disttrain_cli.api.opening import check_choice
 from disttrain_cli.calls import DEFAULT_RUN_FILE, argument, call
 from disttrain_cli.errors import SpecError, UsageError
 from disttrain_cli.spec.progress import Progress, silent
@@ -14,6 +15,7 @@ from disttrain_cli.spec.progress import Progress, silent
 if TYPE_CHECKING:
     from disttrain_cli.api.environment import Environment
 
+Artefact = Literal["runfile", "profile", "plan"]
 TINY = "tiny"  # the preset of none that is named
 MODEL, SCHEMA = "model", ".disttrain.schema.json"  # beside the run file
 #: Editors complete and check the run file by it.
@@ -142,8 +144,9 @@ def doctor() -> Environment:
     return examine()
 
 
-def schema(kind: Literal["runfile", "profile", "plan"] = "runfile") -> dict[str, Any]:
+def schema(kind: Artefact = "runfile") -> dict[str, Any]:
     """Return the JSON Schema of a run file, profile or plan."""
+    check_choice("kind", kind, Artefact)
     from disttrain_cli.spec.schemas import schema_text
 
     return dict(json.loads(schema_text(kind)))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from disttrain_cli.api.measuring import passes_of
-from disttrain_cli.api.opening import Note, ignore, open_run, path_of
+from disttrain_cli.api.opening import Note, check_choice, check_number, ignore, open_run, path_of
 from disttrain_cli.api.planning import checked_plan
 from disttrain_cli.api.ranks import Kind, default_folder
 from disttrain_cli.calls import DEFAULT_RUN_FILE, argument, call
@@ -66,6 +66,7 @@ def train(
         Others as `runtime.train.train`.
     """
     check_start(resume, restart, origin)
+    check_number("steps", steps, 1)
     opened = open_run(run)
     from disttrain_cli.analysis.job.files import recorded_steps
     from disttrain_cli.analysis.learning import learning
@@ -176,6 +177,7 @@ def rehearse(
     Raises:
         As `checked_plan` and `runtime.rehearsal.rehearse.rehearse`.
     """
+    check_number("steps", steps, 1)
     opened = open_run(run)
     chosen, profile = checked_plan(opened, plan)
     from disttrain_cli.mitigation.looking_after import looked_after
@@ -256,6 +258,14 @@ def emit(
         As `train`; SpecError also where the hosts are too few.
     """
     check_start(resume, restart, origin)
+    check_choice("kind", kind, Kind)
+    check_number("steps", steps, 1)
+    if preflight and profile_steps is not None:
+        raise UsageError(
+            f"{argument('profile_steps')} does not go with {argument('preflight', True)}",
+            "a preflight runs no step",
+            "Leave one of the two out.",
+        )
     opened = open_run(run)
     weights = find_origin(origin)
     chosen, profile = _trained(opened, plan)
