@@ -12,14 +12,15 @@ print(made.path, *made.data)
 
 # %% [markdown]
 # ## Costs and a plan
-# `profile` measures modules, links and data here; `plan` searches the layouts that fit.
+# `profile` measures modules, links and data here; `plan` searches the layouts that fit, here
+# into two of the devices.
 
 # %%
 costs = dt.profile(run, device="cpu").profile
 print({name: module.parameters for name, module in costs.modules.items()})
 
 # %%
-best = dt.plan(run, sensitivity=False)
+best = dt.plan(run, gpus=2, sensitivity=False)
 print(*best.explanation.sentences, sep="\n")
 
 # %% [markdown]
@@ -42,7 +43,7 @@ print(explained.report)
 
 # %%
 slowest = dt.sql(
-    "SELECT operation, sum(duration_ns) / 1e6 AS ms FROM trace GROUP BY ALL ORDER BY ms DESC",
+    "SELECT operation, sum(duration_ns) / 1e6 AS ms FROM operations GROUP BY ALL ORDER BY ms DESC",
     trained.run_dir,
 )
 print(*slowest.to_pylist()[:3], sep="\n")

@@ -60,7 +60,7 @@ def test_epochs_are_steps_of_the_profiled_data(run_folder):
     (run_folder / "runs/tiny/profile.json").unlink()
     with pytest.raises(SpecError, match="not known in steps yet") as caught:
         assert read_run(path).file.train.total_steps
-    assert caught.value.next_step == "disttrain_cli.profile()"
+    assert caught.value.next_step == f"disttrain_cli.profile({str(path)!r})"
     for given, why in (("  epochs: 2\n  steps: 3", "both"), ("", "neither")):
         wrong = run_folder / "wrong.yaml"
         wrong.write_text(path.read_text().replace("  epochs: 2.5", given))

@@ -20,7 +20,7 @@ from disttrain_cli.errors import DataError
 from disttrain_cli.spec.progress import Progress, silent
 
 if TYPE_CHECKING:
-    from duckdb import DuckDBPyConnection
+    from duckdb import DuckDBPyConnection, Statement
 
     from disttrain_cli.analysis.job.database import Database
     from disttrain_cli.analysis.report.pictures import Pictures
@@ -137,7 +137,7 @@ def ask(paths: list[Path], query: str, progress: Progress = silent) -> Table:
 
 
 def ask_for(
-    fetch: Callable[[DuckDBPyConnection], Answer],
+    fetch: Callable[[DuckDBPyConnection, Statement], Answer],
     paths: list[Path],
     query: str,
     progress: Progress = silent,

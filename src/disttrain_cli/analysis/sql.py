@@ -91,7 +91,7 @@ def answer(
     connection: DuckDBPyConnection,
     query: str,
     views: Callable[[], Iterable[str]],
-    fetch: Callable[[DuckDBPyConnection], Answer],
+    fetch: Callable[[DuckDBPyConnection, Statement], Answer],
 ) -> Answer:
     """Answer one SELECT over views, which `views` names, of a connection that can reach nothing
     else, as `fetch` (`rows`, `arrow`) takes it.
@@ -115,8 +115,9 @@ def answer(
         raise UsageError("The query failed", said, _known(views())) from None
 
 
-def rows(cursor: DuckDBPyConnection) -> Table:
+def rows(connection: DuckDBPyConnection, statement: Statement) -> Table:
     """An answer as rows; UsageError where there are more than `MOST_ANSWERED`."""
+    cursor = connection.execute(statement)
     table = Table(
         [column[0] for column in cursor.description or []], cursor.fetchmany(MOST_ANSWERED + 1)
     )
@@ -129,15 +130,15 @@ def rows(cursor: DuckDBPyConnection) -> Table:
     return table
 
 
-def arrow(cursor: DuckDBPyConnection) -> pyarrow.Table:
+def arrow(connection: DuckDBPyConnection, statement: Statement) -> pyarrow.Table:
     """An answer as an Arrow table, however long."""
-    return cursor.to_arrow_table()
+    return connection.sql(statement).to_arrow_table()
 
 
 def _interruptible(
     connection: DuckDBPyConnection,
     statement: Statement,
-    fetch: Callable[[DuckDBPyConnection], Answer],
+    fetch: Callable[[DuckDBPyConnection, Statement], Answer],
 ) -> Answer:
     """What a statement answers; Ctrl-C ends it, which DuckDB alone does not heed in every query."""
 
@@ -145,7 +146,7 @@ def _interruptible(
 
     def run() -> None:
         try:
-            answered.set_result(fetch(connection.execute(statement)))
+            answered.set_result(fetch(connection, statement))
         except BaseException as error:  # for whoever asked
             answered.set_exception(error)
 
