@@ -307,8 +307,8 @@ def _check_alone(run: Run, chosen: Plan) -> None:
             "train.on_straggler: replan; a scheduler gives and takes hosts, and starts as many"
             " ranks as the plan has",
             "Set train.on_straggler: tell, and end the job by its verdict"
-            f" ({call('watch')}, {argument('condition', 'verdict.cause == worker')}); then leave the"
-            " host out, plan, and write the scripts again.",
+            f" ({call('watch')}, {argument('condition', 'verdict.cause == worker')}); then leave"
+            " the host out, plan, and write the scripts again.",
         )
     if chosen.plan.left_out:
         raise SpecError(
