@@ -4,7 +4,7 @@
 # make test-all everything: also the full matrices, the chain as a user runs it, and the fault tests
 # make bench    the quick benchmarks (about 5 minutes; see benchmarks/README.md)
 # make check    ruff, mypy, import rules, docs completeness
-# make docs     write docs/cli.md, docs/runfile.md and docs/schema/ again
+# make docs     write docs/api.md, docs/cli.md, docs/runfile.md and docs/schema/ again
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv

@@ -88,7 +88,7 @@ def synthetic(documents: int, seed: int = 0) -> Index:
 
 def sample_data() -> Index:
     """The index of the preset `tiny` on the sample data."""
-    from disttrain_cli.commands.init import preset_text
+    from disttrain_cli.api.presets import preset_text
     from disttrain_cli.data.sample_data import write_sample_data
     from disttrain_cli.models.graph import describe
     from disttrain_cli.spec.runfile import read_run

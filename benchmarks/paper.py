@@ -32,7 +32,7 @@ import numpy as np
 
 from benchmarks.common import Tables, table
 from benchmarks.rules import planned_by
-from disttrain_cli.commands.init import preset_text
+from disttrain_cli.api.presets import preset_text
 from disttrain_cli.costs.memory import fits
 from disttrain_cli.planning.bounds import divisors
 from disttrain_cli.planning.layouts import layout_of, layout_with

@@ -1,12 +1,15 @@
 """Write the generated part of the documentation, or check that it is up to date.
 
-python docs/generate.py            write docs/cli.md, docs/runfile.md, docs/traces.md and
-docs/schema/ python docs/generate.py --check    exit with 1 and name the files that differ
+python docs/generate.py            write docs/api.md, docs/cli.md, docs/runfile.md, docs/traces.md
+and docs/schema/
+python docs/generate.py --check    exit with 1 and name the files that differ
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import inspect
 import io
 import json
 import os
@@ -14,9 +17,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from disttrain_cli import api as functions
 from disttrain_cli.analysis.views import View, documented_views
 from disttrain_cli.app import command_names
 from disttrain_cli.app import main as disttrain
+from disttrain_cli.calls import Reader, call, read_by, spelled
 from disttrain_cli.spec.runfile import RunFile
 from disttrain_cli.spec.schemas import KINDS, schema_text
 from disttrain_cli.spec.trace import OPERATIONS
@@ -51,6 +56,116 @@ def _help(words: list[str]) -> str:
     with contextlib.redirect_stdout(page), contextlib.suppress(SystemExit):
         disttrain(words)
     return "\n".join(line.rstrip() for line in page.getvalue().strip().splitlines())
+
+
+def api() -> str:
+    """The Python API: every function with its command, arguments and result."""
+    parts = [
+        "# Python API",
+        NOTICE,
+        (
+            "Every command is a function, for notebooks and scripts. Functions read the same run"
+            " file, leave the same files in `runs/NAME/` and raise the same errors as the commands,"
+            " which call them. [examples/first_run.py](examples/first_run.py) goes from a preset"
+            " to a sampled answer, in cells."
+        ),
+        "```python\n"
+        "import disttrain_cli as dt\n\n"
+        'costs = dt.profile("disttrain.yaml", device="cpu")\n'
+        'best = dt.plan("disttrain.yaml", gpus=4, sensitivity=False)\n'
+        'print(best.plan.predicted.expected_s, *best.explanation.sentences, sep="\\n")\n\n'
+        'trained = dt.train("disttrain.yaml", steps=100)\n'
+        "print(dt.analyze(trained.run_dir).analysis.verdict.headline)\n"
+        'table = dt.sql("SELECT * FROM steps", trained.run_dir)  # pyarrow.Table\n'
+        "```",
+        (
+            "A run file is given as a path, as its folder, or as what `open_run` returned;"
+            ' `open_run(path, "train.steps=100")` changes fields as `--set` does. Results are typed'
+            " records, the objects that `--json` prints. `sql` returns an Arrow table:"
+            " `.to_pandas()`, `.to_pylist()`, or `duckdb.sql` over the variable that holds it."
+        ),
+        (
+            "Nothing is printed. Pass `progress(what, done, total)` to follow what lasts,"
+            " `note(sentence)` for what a user should know (a warning, where weights come from),"
+            " and `on_step(figures)` to `train`. `help(dt.plan)` explains arguments and errors."
+        ),
+        (
+            "All errors derive from `DisttrainError` and have `what`, `why` and `next_step`, which"
+            " spell functions and arguments as their reader calls them:"
+            " `disttrain_cli.train(resume=True)` in Python, `disttrain train --resume` on a"
+            " command line. Fields of results named `command` or `next_command`, and notes, hold"
+            " lines for a shell."
+        ),
+        (
+            "`train`, `rehearse` and `data_serve` handle SIGINT and SIGTERM while they last (call"
+            " them from the main thread). `train` starts a process per rank on this host; jobs on"
+            " several hosts are started with what `emit` writes."
+        ),
+    ]
+    before = read_by(Reader(shell=True))
+    rows = ["| function | command | |", "|---|---|---|"]
+    details = []
+    for name in functions.__all__:
+        function = getattr(functions, name)
+        if not inspect.isfunction(function):
+            continue
+        about = inspect.cleandoc(function.__doc__ or "").split("\n\n")[0].replace("\n", " ")
+        command = spelled(call(name, **WITH.get(name, {})))
+        shown = f"`{command}`" if name not in ALONE else "–"
+        rows.append(f"| [`{name}`](#{name}) | {shown} | {about} |")
+        details += [f"## `{name}`", f"```python\n{_signature(name, function)}\n```"]
+        result = getattr(sys.modules[function.__module__], str(_returned(function)), None)
+        if dataclasses.is_dataclass(result):
+            fields = ", ".join(f"`{field.name}`" for field in dataclasses.fields(result))
+            details.append(f"Fields of `{_returned(function)}`: {fields}.")
+    read_by(before)
+    return "\n\n".join([*parts, "\n".join(rows), *details]) + "\n"
+
+
+#: What makes the command of a function, where its name alone does not.
+WITH: dict[str, dict[str, object]] = {
+    "calibrate": {"recorded": "RUN"},
+    "compare_clusters": {"gpus": "N,M", "devices": "NAME"},
+    "data_index_share": {"share": "K/N"},
+    "emit": {"kind": "slurm"},
+    "export": {"to": "DIR"},
+    "holds": {"condition": "EXPR"},
+    "sql": {"query": "QUERY"},
+    "write_perfetto": {"file": "FILE"},
+}
+#: Functions that are part of every command.
+ALONE = ("checked_plan", "open_run")
+
+
+def _returned(function: Any) -> Any:
+    return inspect.signature(function).return_annotation
+
+
+def _signature(name: str, function: Any) -> str:
+    """A function's head, an argument a line."""
+    given = inspect.signature(function)
+    lines, named = [], False
+    for one in given.parameters.values():
+        if one.kind is one.KEYWORD_ONLY and not named and not any("*" in line for line in lines):
+            lines.append("*")
+        named = one.kind is one.KEYWORD_ONLY
+        default = "" if one.default is one.empty else f" = {_default(one.default)}"
+        star = "*" if one.kind is one.VAR_POSITIONAL else ""
+        lines.append(f"{star}{one.name}: {one.annotation}{default}")
+    inner = "".join(f"    {line},\n" for line in lines)
+    return (
+        f"{name}(\n{inner}) -> {given.return_annotation}"
+        if lines
+        else f"{name}() -> {given.return_annotation}"
+    )
+
+
+def _default(value: Any) -> str:
+    return (
+        value.__name__
+        if inspect.isfunction(value)
+        else repr(str(value) if isinstance(value, Path) else value)
+    )
 
 
 def runfile() -> str:
@@ -183,7 +298,12 @@ def _type(about: dict[str, Any]) -> str:
 
 def pages() -> dict[Path, str]:
     """Every generated file with its content."""
-    found = {DOCS / "cli.md": cli(), DOCS / "runfile.md": runfile(), DOCS / "traces.md": traces()}
+    found = {
+        DOCS / "api.md": api(),
+        DOCS / "cli.md": cli(),
+        DOCS / "runfile.md": runfile(),
+        DOCS / "traces.md": traces(),
+    }
     for name in KINDS:
         found[DOCS / "schema" / f"{name}.schema.json"] = schema_text(name)
     return found

@@ -19,8 +19,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
+from disttrain_cli.api.presets import preset_text
 from disttrain_cli.app import main
-from disttrain_cli.commands.init import preset_text
 from disttrain_cli.errors import DisttrainError, SpecError
 from disttrain_cli.planning.solve import solve
 from disttrain_cli.spec.files import Strict, validate

@@ -17,8 +17,8 @@ import pytest
 import yaml
 
 from disttrain_cli import api
+from disttrain_cli.api.presets import preset_text
 from disttrain_cli.app import main
-from disttrain_cli.commands.init import preset_text
 from disttrain_cli.errors import DisttrainError
 from disttrain_cli.spec.rundir import RunDir
 from disttrain_cli.spec.runfile import read_run

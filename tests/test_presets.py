@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from disttrain_cli.api.presets import has_model, preset_names, preset_text, write_model_files
 from disttrain_cli.app import main
-from disttrain_cli.commands.init import preset_names, preset_text
-from disttrain_cli.commands.preset_files import has_model, write_model_files
 from disttrain_cli.costs.hardware import analytic_device
 from disttrain_cli.data.epochs.mixture import Mixture
 from disttrain_cli.data.index import open_index

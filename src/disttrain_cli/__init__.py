@@ -1,6 +1,6 @@
 """disttrain: disaggregated training of multimodal LLMs (DistTrain, SIGCOMM 2025).
 
-Start reading at `app.py` (the commands) or `api.py` (the same as functions), `spec/` (the artefacts
+Start reading at `app.py` (the commands) or `api/` (the same as functions), `spec/` (the artefacts
 that pass between them) and `docs/architecture.md` (which room holds what).
 """
 
@@ -9,11 +9,14 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-API = ("profile", "plan", "train", "analyze")
-
 
 def __getattr__(name: str) -> Any:
     """The functions of `api`, imported when first asked for: the command line starts without."""
-    if name in API:
-        return getattr(import_module("disttrain_cli.api"), name)
+    if not name.startswith("_") and name in (api := import_module("disttrain_cli.api")).__all__:
+        return getattr(api, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """What notebooks complete."""
+    return ["__version__", *import_module("disttrain_cli.api").__all__]

@@ -6,12 +6,15 @@ ours.
 
 from __future__ import annotations
 
+from disttrain_cli.calls import call, spelled
+
 
 class DisttrainError(Exception):
     """Something the user can act on (exit code 1).
 
     `what` is one sentence; `why` gives the evidence (values given, values allowed); `next_step` is
-    the exact command or edit that helps, `usual_step` where it is not given.
+    the exact command or edit that helps, `usual_step` where it is not given. Calls and arguments in
+    them are spelled for the reader; `parts` are the same before that, for another process.
     """
 
     exit_code = 1
@@ -20,16 +23,15 @@ class DisttrainError(Exception):
 
     def __init__(self, what: str, why: str = "", next_step: str = "") -> None:
         super().__init__(what)
-        self.what = what
-        self.why = why
-        self.next_step = next_step or self.usual_step
+        self.parts = [what, why, next_step or self.usual_step]
+        self.what, self.why, self.next_step = map(spelled, self.parts)
 
     def __str__(self) -> str:
         return "\n".join(part for part in (self.what, self.why, self.next_step) if part)
 
 
 class UsageError(DisttrainError):
-    """The command line itself is wrong (exit code 2)."""
+    """The command line, or the arguments of a function, are wrong (exit code 2)."""
 
     exit_code = 2
 
@@ -38,7 +40,7 @@ class SpecError(DisttrainError):
     """A file the user wrote or edited (run file, plan, profile) is malformed (exit code 1)."""
 
     usual_step = (
-        "Correct it and run the command again; docs/runfile.md and `disttrain schema` explain"
+        f"Correct it and run the command again; docs/runfile.md and {call('schema')} explain"
         " every field of the run file."
     )
 
@@ -75,6 +77,6 @@ class RankLostError(RankFailedError):
 
 
 class ConditionHoldsError(DisttrainError):
-    """A `--fail-if` condition holds (exit code 5)."""
+    """A condition on the figures of a run holds (exit code 5)."""
 
     exit_code = 5

@@ -8,26 +8,17 @@ import os
 import re
 import shlex
 from collections.abc import Callable, Sequence
-from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
-from disttrain_cli.errors import DisttrainError
+from disttrain_cli.calls import DEFAULT_RUN_FILE, Reader, read_by, set_words
 from disttrain_cli.spec.rundir import run_folder
 
-DEFAULT_RUN_FILE = Path("disttrain.yaml")
 #: Commands that take a run file, and `analyze`, where they are suggested without a path.
 _BARE = re.compile(
     r"\bdisttrain (profile|plan|train|export|analyze|data serve|data latents)"
     r"(?=\Z|\n| (?:--(?!help\b|set\b)|&&|\|\|)|[;:,)'`]|\.(?:\s|\Z))"
 )
-#: `--set` of the command that runs: what it suggests reads the same run.
-_settings: ContextVar[Sequence[str]] = ContextVar("settings", default=())
-
-
-def set_words() -> list[str]:
-    """The `--set` options of the command that runs, as words of a command line."""
-    return [word for setting in _settings.get() for word in ("--set", setting)]
 
 
 def with_named(text: str, run_file: Path | None = None, traces: Sequence[Path] = ()) -> str:
@@ -74,19 +65,16 @@ def run_file_beside(traces: Path) -> Path | None:
 
 
 def naming(run: Callable[..., Any]) -> Callable[..., Any]:
-    """A command whose errors suggest commands with the paths that it was given."""
+    """A command whose messages are read in a shell, by who gave it these paths."""
 
     @functools.wraps(run)
     def named(**given: Any) -> Any:
-        token = _settings.set(given.get("settings") or ())
+        traces = given.get("paths") or ()
+        run_file = given.get("run_file") or (run_file_beside(traces[0]) if traces else None)
+        before = read_by(Reader(True, run_file, given.get("settings") or (), traces))
         try:
             return run(**given)
-        except DisttrainError as error:
-            error.next_step = with_named(
-                error.next_step, given.get("run_file"), given.get("paths") or ()
-            )
-            raise
         finally:
-            _settings.reset(token)
+            read_by(before)
 
     return named

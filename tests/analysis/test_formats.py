@@ -83,7 +83,7 @@ def test_one_ranks_part_of_own_traces_leads_to_the_run(tmp_path: Path) -> None:
     for path in (segment, segment.parent):
         with pytest.raises(DataError, match="one rank's part") as raised:
             find_format([path])
-        assert f"disttrain analyze '{tmp_path}/a run/traces'" in raised.value.next_step
+        assert f"disttrain_cli.analyze('{tmp_path}/a run/traces')" in raised.value.next_step
 
 
 def test_every_format_has_its_files(tmp_path: Path) -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from disttrain_cli.api.presets import preset_text
 from disttrain_cli.app import main
-from disttrain_cli.commands.init import preset_text
 from disttrain_cli.spec.heads import ImageInput, TargetInput
 from disttrain_cli.spec.inputs import ModelInputs
 from disttrain_cli.spec.profile import (

@@ -1,26 +1,35 @@
 """The commands as functions, called as a notebook would."""
 
+import ast
+import inspect
 import json
+import runpy
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from typer.main import get_command
 
 import disttrain_cli
-from disttrain_cli import analyze, plan, profile, train
-from disttrain_cli.commands.init import preset_text
-from disttrain_cli.errors import DataError, MismatchError, SpecError, UsageError
+from disttrain_cli import analyze, api, plan, profile, train
+from disttrain_cli.app import command_line
+from disttrain_cli.calls import OPTIONS, Reader, argument, call, read_by, spelled
+from disttrain_cli.errors import DataError, DisttrainError, MismatchError, SpecError, UsageError
 from disttrain_cli.spec.plan import read_plan
 from disttrain_cli.spec.profile import read_profile
 from disttrain_cli.spec.runfile import read_run
 from disttrain_cli.spec.whole import write_whole
 
+ROOT = Path(__file__).parent.parent.parent
 
-def test_the_four_functions_are_imported_when_asked_for():
+
+def test_functions_are_imported_when_asked_for_and_cost_nothing_then():
     code = """import sys, disttrain_cli
 assert not [name for name in sys.modules if name.startswith("disttrain_cli.")]
-from disttrain_cli import profile, plan, train, analyze
-assert not {"torch", "duckdb", "pydantic", "typer"} & sys.modules.keys()"""
+from disttrain_cli import api
+assert {*api.__all__} <= {*dir(disttrain_cli)}
+assert not {"torch", "transformers", "duckdb", "pydantic", "numpy", "typer"} & sys.modules.keys()"""
     subprocess.run([sys.executable, "-c", code], check=True)
     with pytest.raises(AttributeError, match="fly"):
         disttrain_cli.fly  # noqa: B018
@@ -51,7 +60,7 @@ def test_epochs_are_steps_of_the_profiled_data(run_folder):
     (run_folder / "runs/tiny/profile.json").unlink()
     with pytest.raises(SpecError, match="not known in steps yet") as caught:
         assert read_run(path).file.train.total_steps
-    assert caught.value.next_step == "disttrain profile"
+    assert caught.value.next_step == f"disttrain_cli.profile({str(path)!r})"
     for given, why in (("  epochs: 2\n  steps: 3", "both"), ("", "neither")):
         wrong = run_folder / "wrong.yaml"
         wrong.write_text(path.read_text().replace("  epochs: 2.5", given))
@@ -79,7 +88,34 @@ def test_notes_go_to_who_asked_for_them(run_folder):
         (lambda run: train(run, resume=True, restart=True), UsageError, "exclude each other"),
         (lambda run: train(run, resume=True, origin=run), UsageError, "does not go with"),
         (lambda run: train(run, origin=run / "nothing"), SpecError, "no weights to start from"),
-        (lambda run: analyze([run / "nothing"]), DataError, "nothing"),
+        (lambda run: analyze(run / "nothing"), DataError, "nothing"),
+        (lambda run: api.sql("SELECT 1", run / "nothing"), DataError, "nothing"),
+        (lambda run: api.look(run / "nothing"), DataError, "no run's folder"),
+        (lambda run: api.watch(run / "nothing"), DataError, "no run's folder"),
+        (lambda run: api.explain_hang(run), DataError, "no dumps"),
+        (lambda run: api.sample(run), UsageError, "neither prompts nor images"),
+        (lambda run: api.sample(run, prompts="Draw"), UsageError, "prompts is no list"),
+        (lambda run: api.init(run, model="m"), UsageError, "model and data go together"),
+        (lambda run: api.init(run, preset="tiny"), SpecError, "differs from the preset"),
+        (lambda run: api.data_index_share(run, number=2, hosts=2), UsageError, "no share 2/2"),
+        (lambda run: api.export(run, to=run / "to"), SpecError, "no checkpoint"),
+        (lambda run: train(run, steps=0), UsageError, "steps cannot be 0"),
+        (lambda run: plan(run, gpus=True), UsageError, "gpus cannot be True"),
+        (lambda run: plan(run, top=-1), UsageError, "top cannot be -1"),
+        (lambda run: plan(run, strategy="best"), UsageError, "strategy cannot be 'best'"),
+        (lambda run: api.compare_clusters(run, devices="H100"), UsageError, "devices is no list"),
+        (lambda run: api.look(run, steps=40), UsageError, "whole numbers, 4 to 32"),
+        (lambda run: api.sample(run, prompts=["a"], temperature=-1.0), UsageError, "temperature"),
+        (lambda run: api.emit(run, kind="ssh"), UsageError, "kind cannot be 'ssh'"),
+        (lambda run: api.dry_run(run, kind="ssh"), UsageError, "kind cannot be 'ssh'"),
+        (lambda run: api.schema("index"), UsageError, "allowed: runfile, profile, plan"),
+        (lambda run: api.data_serve(run, port=70_000), UsageError, "port cannot be 70000"),
+        (
+            lambda run: api.emit(run, kind="slurm", preflight=True, profile_steps=range(2)),
+            UsageError,
+            "does not go with preflight=True",
+        ),
+        (lambda run: api.open_run(run, "train.step=1"), UsageError, "unknown key"),
     ],
 )
 def test_wrong_arguments_raise_the_projects_errors(run_folder, call, error, says):
@@ -97,19 +133,103 @@ def test_a_plan_of_another_profile_is_not_trained(run_folder):
         train(run_folder, plan=other)
 
 
-@pytest.mark.slow
-def test_the_chain_as_a_notebook_calls_it(tmp_path, capfd):
-    from disttrain_cli.data.sample_data import write_sample_data
+#: A message with a call or an argument, in Python and in a shell, of a run file that was named.
+SPELLED = [
+    (
+        call("train", resume=True),
+        "train('my run', resume=True)",
+        "train 'my run' --set a=1 --resume",
+    ),
+    (call("plan", gpus="N"), "plan('my run', gpus=N)", "plan 'my run' --set a=1 --gpus N"),
+    (call("rehearse"), "rehearse('my run')", "train 'my run' --set a=1 --rehearse"),
+    (
+        call("emit", kind="slurm"),
+        "emit('my run', kind='slurm')",
+        "train 'my run' --set a=1 --emit slurm",
+    ),
+    (call("analyze"), "analyze('traces')", "analyze traces"),
+    (call("profile", help=True), "help(disttrain_cli.profile)", "profile --help"),
+    (argument("origin"), "origin", "--from"),
+    (argument("profile_steps", range(2, 5)), "profile_steps=range(2, 5)", "--profile-steps 2:5"),
+]
 
-    text = preset_text("tiny").replace("  images: 100", "  images: 0")
-    run_file = write_whole(tmp_path / "disttrain.yaml", text.replace("  read: 100", "  read: 0"))
-    write_sample_data(tmp_path / "data")
-    costs = profile(run_file, device="cpu")
-    assert read_profile(costs.path) == costs.profile
-    planned = plan(run_file, sensitivity=False)
-    steps = []
-    trained = train(run_file, plan=planned.plan, steps=3, on_step=steps.append)
-    assert trained.steps == steps and [step["step"] for step in steps] == [0, 1, 2]
-    explained = analyze([trained.run_dir])
-    assert explained.analysis.verdict.headline and explained.report.exists()
-    assert capfd.readouterr().out == ""
+
+@pytest.mark.parametrize(("text", "python", "shell"), SPELLED)
+def test_a_message_spells_calls_as_its_reader_makes_them(text, python, shell):
+    for in_shell, expected in ((False, python), (True, shell)):
+        before = read_by(Reader(in_shell, Path("my run"), ["a=1"], [Path("traces")]))
+        said = DisttrainError(f"Go on: {text}.").what
+        read_by(before)
+        assert said.removeprefix("Go on: ").removesuffix(".").endswith(expected)
+
+
+def test_a_strangers_marks_are_no_call():
+    assert spelled("\ufdd0no JSON\ufdd1") == "\ufdd0no JSON\ufdd1"
+
+
+def test_hints_of_functions_name_the_run_and_the_argument(run_folder):
+    with pytest.raises(UsageError) as raised:
+        train(run_folder, resume=True, restart=True)
+    assert raised.value.what == "resume=True and restart=True exclude each other"
+    with pytest.raises(SpecError) as raised:
+        train(run_folder)
+    assert raised.value.next_step == f"Make one with: disttrain_cli.plan({str(run_folder)!r})"
+    with pytest.raises(SpecError) as raised:
+        train(api.open_run(run_folder, "train.steps=3"))
+    assert raised.value.next_step == "Make one with: disttrain_cli.plan(run)"
+
+
+def suggestions():
+    """Calls and arguments in the package's messages: function, their positional and named ones."""
+    for path in Path(disttrain_cli.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)):
+                continue
+            if node.func.id not in ("call", "argument") or path.name == "calls.py":
+                continue
+            if node.args and isinstance(node.args[0], ast.Constant):
+                yield path.name, node.func.id, node.args[0].value, [k.arg for k in node.keywords]
+
+
+def test_every_suggestion_is_a_function_and_a_command_line():
+    """Names of functions and arguments are those of the API, and their options exist."""
+    found = list(suggestions())
+    assert len(found) > 100
+    options = {
+        option for _, command in _commands(get_command(command_line())) for option in command
+    }
+    parameters = {
+        name: {*inspect.signature(getattr(api, name)).parameters, "help"}
+        for name in api.__all__[1:]
+    }
+    every = set().union(*parameters.values()) | {"settings"}
+    for file, kind, name, named in found:
+        if kind == "argument":
+            assert name in every and f"--{OPTIONS.get(name, name).replace('_', '-')}" in options, (
+                file,
+                name,
+            )
+        else:
+            assert set(named) <= parameters[name], (file, name, named)
+            for one in {*named} - {"help"}:
+                assert f"--{OPTIONS.get(one, one).replace('_', '-')}" in options, (file, name, one)
+
+
+def _commands(command, name=""):
+    yield name, [option for one in command.params for option in one.opts]
+    for inner, one in getattr(command, "commands", {}).items():
+        yield from _commands(one, f"{name} {inner}")
+
+
+@pytest.mark.slow
+def test_the_notebook_runs(tmp_path, monkeypatch, capfd):
+    """docs/examples/first_run.py: from a preset to a sampled answer."""
+    monkeypatch.chdir(tmp_path)
+    book = runpy.run_path(str(ROOT / "docs" / "examples" / "first_run.py"))
+    assert [step["step"] for step in book["trained"].steps] == [0, 1, 2, 3]
+    assert book["losses"] == [step["loss"] for step in book["trained"].steps]
+    assert read_profile(book["run"].dir.profile) == book["costs"]
+    assert book["explained"].report.exists() and book["slowest"].num_rows > 3
+    assert book["said"].samples.written[0].prompt == "Draw a seven."
+    said = capfd.readouterr()
+    assert "Go on from it: disttrain_cli.train(run, resume=True)" in said.out and not said.err

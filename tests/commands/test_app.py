@@ -9,9 +9,9 @@ import sys
 import pytest
 
 from disttrain_cli import __version__
+from disttrain_cli.api.starting import MODELINE
 from disttrain_cli.app import command_names, main
 from disttrain_cli.commands import plan as plan_command
-from disttrain_cli.commands.init import MODELINE
 from disttrain_cli.errors import (
     ConditionHoldsError,
     DataError,

@@ -4,18 +4,18 @@ import json
 
 import pytest
 
+from disttrain_cli.api import environment
 from disttrain_cli.app import main
-from disttrain_cli.commands import doctor
 from disttrain_cli.spec.extras import EXTRAS
 
-DOCTOR = "disttrain_cli.commands.doctor"
+DOCTOR = "disttrain_cli.api.environment"
 TORCH = {"cuda": None, "nccl": None, "gloo": True, "devices": []}
 
 
 @pytest.fixture
 def call(capsys, monkeypatch):
-    monkeypatch.setattr(doctor, "_torch", lambda: TORCH)
-    monkeypatch.setattr(doctor, "cuda_devices", lambda: 0)
+    monkeypatch.setattr(environment, "_torch", lambda: TORCH)
+    monkeypatch.setattr(environment, "cuda_devices", lambda: 0)
 
     def called(*words):
         with pytest.raises(SystemExit) as left:
@@ -73,21 +73,21 @@ def test_what_every_run_needs_ends_it_with_1(call, monkeypatch, name, value, wha
 
 
 def test_small_shared_memory_and_few_files_are_advice(call, monkeypatch):
-    usage = doctor.shutil.disk_usage("/")._replace(total=64 << 20)
-    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: usage)
-    monkeypatch.setattr(doctor.resource, "getrlimit", lambda kind: (1024, 1024))
+    usage = environment.shutil.disk_usage("/")._replace(total=64 << 20)
+    monkeypatch.setattr(environment.shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(environment.resource, "getrlimit", lambda kind: (1024, 1024))
     code, out, _ = call()
     assert code == 0 and "--shm-size" in out and "ulimit -n 65536" in out
 
 
 def test_torch_is_asked_in_a_process_of_its_own():
-    assert set(doctor._torch()) == set(TORCH)
+    assert set(environment._torch()) == set(TORCH)
 
 
 def test_what_other_packages_print_is_no_answer_of_torch(tmp_path, monkeypatch):
     (tmp_path / "sitecustomize.py").write_text("print('hello')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(doctor, "ASK_TORCH", "print('{\"devices\": []}')")
-    assert doctor._torch() == {"devices": []}
-    monkeypatch.setattr(doctor, "ASK_TORCH", "")
-    assert "hello" in doctor._torch()["error"]
+    monkeypatch.setattr(environment, "ASK_TORCH", "print('{\"devices\": []}')")
+    assert environment._torch() == {"devices": []}
+    monkeypatch.setattr(environment, "ASK_TORCH", "")
+    assert "hello" in environment._torch()["error"]

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from disttrain_cli.commands.init import preset_text
+from disttrain_cli.api.presets import preset_text
 from disttrain_cli.errors import RankLostError
 from disttrain_cli.models.graph import describe, layer_table
 from disttrain_cli.runtime.dryrun import dryrun, shim
@@ -151,7 +151,7 @@ def test_no_compiler(
         code == 1
         and "no C++ compiler" in err
         and "apt-get install g++" in err
-        and "leave out --device" in err
+        and "disttrain train" in err
     )
 
 

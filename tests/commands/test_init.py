@@ -5,8 +5,9 @@ import re
 
 import pytest
 
+from disttrain_cli.api.environment import cuda_devices
+from disttrain_cli.api.presets import fitted, preset_names, preset_text
 from disttrain_cli.app import main
-from disttrain_cli.commands.init import cuda_devices, fitted, preset_names, preset_text
 from disttrain_cli.spec.runfile import read_run
 
 

@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
+from disttrain_cli.api.presets import write_model_files
+from disttrain_cli.api.starting import SCHEMA
 from disttrain_cli.app import main
-from disttrain_cli.commands.init import SCHEMA
-from disttrain_cli.commands.preset_files import write_model_files
 from disttrain_cli.spec.runfile import read_run
 from tests.commands.test_init import init
 from tests.data.dataset import encoded, write_tar
@@ -63,7 +63,7 @@ def made(tmp_path_factory):
 )
 def test_a_run_file_for_what_is_there(made, tmp_path, capsys, monkeypatch, model, data):
     monkeypatch.chdir(made)
-    monkeypatch.setattr("disttrain_cli.commands.init.cuda_devices", lambda: 0)
+    monkeypatch.setattr("disttrain_cli.api.environment.cuda_devices", lambda: 0)
     to = tmp_path / f"run {model}"
     code, out, err = init([str(to), "--folder", model, "--data", data, "--json"], capsys)
     assert code == 0, out + err

@@ -10,8 +10,8 @@ import xml.etree.ElementTree as ET
 import pytest
 import yaml
 
+from disttrain_cli.api.presets import preset_text
 from disttrain_cli.app import main
-from disttrain_cli.commands.init import preset_text
 from disttrain_cli.costs.hardware import RULES
 from disttrain_cli.planning.purchase import offer
 from disttrain_cli.spec.plan import read_plan
@@ -452,7 +452,7 @@ def test_what_is_read_is_not_written_over(run_folder, capsys, own):
     (run_folder / "link.yaml").symlink_to(own)
     for out in (own, "link.yaml"):
         code, _, err = call(["plan", str(run_folder), "--out", str(run_folder / out)], capsys)
-        assert code == 2 and "is what this command reads" in err
+        assert code == 2 and "is one of the files that are read" in err
     assert (run_folder / own).read_bytes() == before
 
 

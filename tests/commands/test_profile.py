@@ -6,8 +6,8 @@ import json
 import pytest
 import yaml
 
+from disttrain_cli.api.presets import preset_text
 from disttrain_cli.app import main
-from disttrain_cli.commands.init import preset_text
 from disttrain_cli.commands.profile import CATALOGUE
 from disttrain_cli.costs.hardware import catalogue
 from disttrain_cli.profiling.seen_data import with_data

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from disttrain_cli.commands.init import preset_text
+from disttrain_cli.api.presets import preset_text
 from disttrain_cli.runtime import train as training
 from disttrain_cli.spec.files import fingerprint
 from disttrain_cli.spec.plan import UnitPlan, read_plan, write_plan

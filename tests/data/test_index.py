@@ -179,7 +179,7 @@ def test_changed_data_is_refused(tmp_path: Path, change: str) -> None:
         read_index(run, INPUTS)
     assert ("00002.tar: new" if change == "new" else "00000.tar") in str(caught.value)
     assert "files " in str(caught.value) and ", now " in str(caught.value)
-    assert "disttrain profile" in str(caught.value)
+    assert "disttrain_cli.profile" in str(caught.value)
 
 
 def write_texts(path: Path) -> None:
@@ -212,7 +212,7 @@ def test_shards_that_are_gone_are_named_and_no_dataset_is_called_empty(
             use(run, INPUTS)
         assert f"{shard.name}: gone" in caught.value.why and "own" in caught.value.what
         assert "Bring them back" in caught.value.next_step
-        assert "--sample-data" not in str(caught.value)
+        assert "sample_data" not in str(caught.value)
     run.dir.index.unlink()  # never indexed: the source itself is wrong
     with pytest.raises(DataError, match=r"There is no|is empty|holds no shard"):
         build_index(run, INPUTS)
@@ -366,7 +366,7 @@ def test_new_shards_are_read_and_the_rest_is_kept(
     write_tar(run.folder / "own" / "c.tar", shard_of("three", "four"))
     with pytest.raises(MismatchError, match=r"a\.tar: new") as caught:
         read_index(run, INPUTS)
-    assert caught.value.next_step.endswith("disttrain profile")
+    assert caught.value.next_step.endswith("disttrain_cli.profile()")
     grown = open_index(run, INPUTS)
     assert read.taken() == ["a.tar", "c.tar"]
     assert open_index(run, INPUTS).fingerprint == grown.fingerprint and not read.taken()
@@ -410,7 +410,8 @@ def test_profile_refuses_what_changed_and_names_the_override(own_run: MakeRun, c
         "a.tar: gone" if change == "gone" else "a.tar: was 10240 bytes of 20"
     ) in caught.value.why
     assert (
-        "c.tar" not in caught.value.why and "disttrain profile --reindex" in caught.value.next_step
+        "c.tar" not in caught.value.why
+        and "disttrain_cli.profile(reindex=True)" in caught.value.next_step
     )
     after = build_index(run, INPUTS)
     assert after.fingerprint != before.fingerprint

@@ -108,7 +108,7 @@ def test_a_shard_that_disappears_is_named(
     ):
         with pytest.raises(DataError, match=name.name) as caught:
             read()
-        assert "disttrain profile" in caught.value.next_step
+        assert "disttrain_cli.profile" in caught.value.next_step
 
 
 @given(

@@ -20,7 +20,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from benchmarks.replanning import samples
 from disttrain_cli import api
 from disttrain_cli.analysis.watching.looking import look_once
-from disttrain_cli.commands.init import preset_text
+from disttrain_cli.api.presets import preset_text
 from disttrain_cli.data.index import read_index
 from disttrain_cli.data.sample_data import write_sample_data
 from disttrain_cli.mitigation import looking_after
@@ -118,7 +118,7 @@ def test_a_rank_lost_twice_is_left_out_and_training_goes_on(tmp_path: Path, prof
     assert resumed.resumed_from_step == 8 and not resumed.replans
     job = Job.model_validate_json((run.dir.traces / "job.json").read_text())
     assert job.layout.left_out == [1]
-    assert api.analyze([run.dir.root]).analysis.job.ranks == job.layout.gpus_used
+    assert api.analyze(run.dir.root).analysis.job.ranks == job.layout.gpus_used
     assert look_once(run.dir.root).last == 9
 
 

@@ -197,7 +197,7 @@ def test_a_lost_node_rehearsed_loses_and_doubles_no_sample(tmp_path: Path) -> No
     """Node 1 dies in step 3, after a checkpoint of step 2."""
     run, planned = job(tmp_path, lost=[{"node": 1, "step": 3}])
     assert planned.plan.plan.gpus_used > 4
-    result = rehearse(run, *planned)
+    result = rehearse(run)
     assert len(result.restarts) == 2 and "Node 1 is lost for good" in result.restarts[1]
     (replan,) = result.replans
     assert (replan.step, replan.left_out) == (2, [4, 5, 6, 7]) and result.gpus <= 4
@@ -210,6 +210,6 @@ def test_a_lost_node_rehearsed_loses_and_doubles_no_sample(tmp_path: Path) -> No
     found = samples(run, index, run.dir.rehearsal, 6)
     assert found["samples"] > 0 and (found["lost"], found["doubled"]) == (0, 0)
     assert read_plan(run.dir.plan).plan == planned.plan.plan  # the run's own stays
-    again = rehearse(run, *planned, steps=8, resume=True)
+    again = rehearse(run, steps=8, resume=True)
     assert again.resumed_from_step == 6 and not again.replans and again.gpus == result.gpus
     assert [step["predicted_iteration_s"] for step in again.simulated] == predicted[-2:]

@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 
-from disttrain_cli.commands.init import preset_text
+from disttrain_cli.api.presets import preset_text
 from disttrain_cli.models.graph import build_layers, describe, layer_table
 from disttrain_cli.models.group import Group
 from disttrain_cli.models.operators import layer_operators

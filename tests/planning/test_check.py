@@ -168,7 +168,7 @@ def test_choices_of_the_run_file_must_be_the_plans(
     plan = with_layout(plan, **layout).model_copy(update={"fingerprints": fingerprints})
     with pytest.raises(MismatchError) as caught:
         check(plan, run, profile)
-    for word in [*named, "disttrain plan"]:
+    for word in [*named, "disttrain_cli.plan"]:
         assert word in str(caught.value)
 
 

@@ -75,7 +75,7 @@ def test_what_costs_depend_on_asks_for_another_profile(
     run, profile = profiled(kind, name)
     with pytest.raises(MismatchError, match="another cluster") as caught:
         resized(with_cluster(run, **change), profile)
-    assert named in caught.value.why and "disttrain profile" in str(caught.value.next_step)
+    assert named in caught.value.why and "disttrain_cli.profile" in str(caught.value.next_step)
 
 
 def test_links_fitted_to_traces_stay_those_of_their_cluster() -> None:

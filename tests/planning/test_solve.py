@@ -276,7 +276,7 @@ def test_a_profile_computed_by_other_rules_is_refused(made: tuple[RunFile, Profi
             continue
         with pytest.raises(MismatchError, match="another version's rules") as caught:
             check_profile(run, computed)
-        assert "disttrain profile" in str(caught.value.next_step)
+        assert "disttrain_cli.profile" in str(caught.value.next_step)
 
 
 def test_another_models_profile_is_refused(made: tuple[RunFile, Profile, Plan]) -> None:

@@ -23,7 +23,7 @@ def test_cuda_that_is_not_there_is_refused_with_what_torch_sees(
     with pytest.raises(DisttrainError) as caught:
         room.choose_kind("cuda")
     assert torch.__version__ in caught.value.why
-    assert "disttrain profile --device cpu" in caught.value.next_step
+    assert "disttrain_cli.profile(device='cpu')" in caught.value.next_step
 
 
 def test_auto_takes_the_gpu_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,7 @@ stays the same."""
 
 import pytest
 
-from disttrain_cli.commands.init import preset_text
+from disttrain_cli.api.presets import preset_text
 from disttrain_cli.profiling.seen_data import with_data
 from disttrain_cli.spec.runfile import read_run
 from disttrain_cli.spec.whole import write_whole

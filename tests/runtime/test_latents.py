@@ -386,7 +386,7 @@ def test_latents_of_another_run_are_refused_and_what_differs_is_named(
     index = open_index(other, describe(other))
     with pytest.raises(MismatchError, match="another run file") as caught:
         described(other, index)
-    assert word in caught.value.why and "disttrain data latents" in caught.value.next_step
+    assert word in caught.value.why and "disttrain_cli.data_latents" in caught.value.next_step
     make_latents(other, silent)
     assert described(other, index)
 
@@ -413,7 +413,7 @@ def test_damaged_latents_are_named_and_made_again(cached: Run) -> None:
     def refused() -> str:
         with pytest.raises(DataError) as caught:
             described(cached, index)
-        assert "disttrain data latents" in caught.value.next_step
+        assert "disttrain_cli.data_latents" in caught.value.next_step
         return str(caught.value)
 
     file.write_bytes(file.read_bytes()[:-1])

@@ -88,7 +88,7 @@ def test_resuming_is_bit_identical_and_leaves_whole_traces(tmp_path: Path, data:
     )
     with pytest.raises(SpecError, match="newest checkpoint is of step 4"):
         train(*job, steps=4, resume=True)
-    with pytest.raises(SpecError, match="disttrain train --restart"):
+    with pytest.raises(SpecError, match="restart=True"):
         train(*job, steps=4)
 
 

@@ -5,9 +5,9 @@ import json
 import pytest
 import yaml
 
+from disttrain_cli.api.presets import preset_text
 from disttrain_cli.app import main
 from disttrain_cli.commands.common import next_command
-from disttrain_cli.commands.init import preset_text
 from disttrain_cli.errors import SpecError, UsageError
 from disttrain_cli.naming import DEFAULT_RUN_FILE
 from disttrain_cli.spec.runfile import read_run
@@ -64,16 +64,16 @@ def test_what_is_set_is_as_if_it_were_edited(file, setting, path, value):
         ("train.steps.x=3", "'x' leads into 360, which has no fields"),
         ("data.sources.2.weight=3", "'2' is no index of a list of 2"),
         ("data.sources.-1.weight=3", "'-1' is no index of a list of 2"),
-        ("train.stepz=3", "--set train.stepz: unknown key; did you mean steps?"),
-        ("train.stepz.x=3", "--set train.stepz: unknown key"),
-        ("learning_rate=3", "--set learning_rate: unknown key; here it is train.optimizer.lr"),
-        ("train.steps=many", "--set train.steps: input should be a valid integer"),
+        ("train.stepz=3", "settings train.stepz: unknown key; did you mean steps?"),
+        ("train.stepz.x=3", "settings train.stepz: unknown key"),
+        ("learning_rate=3", "settings learning_rate: unknown key; here it is train.optimizer.lr"),
+        ("train.steps=many", "settings train.steps: input should be a valid integer"),
         ("train.precision=bfloat16", "here it is bf16"),
-        ("train.steps=yes", "--set train.steps: should be a number (given: True)"),
+        ("train.steps=yes", "settings train.steps: should be a number (given: True)"),
         ("train.optimizer.betas=[0.9, off]", "train.optimizer.betas.1: should be a number"),
         ("train.optimizer.modules.llm.lr=no", "modules.llm.lr: should be a number (given: False)"),
         ("train.steps=1:30", "1:30 is 90 in YAML"),
-        ("train.ema.decay=0.9", "--set train.ema.modules: field required"),
+        ("train.ema.decay=0.9", "settings train.ema.modules: field required"),
         ("data.sources.²={}", "'²' is no index of a list of 2"),
         ("train.zero_stage=0 # no", None),
     ],
@@ -91,7 +91,7 @@ def test_what_is_wrong_in_the_file_stays_the_files(file):
     file.write_text(file.read_text().replace("  steps: 360", "  stepz: 360"))
     with pytest.raises(SpecError) as refused:
         read_run(file, "train.precisio=bf16", "train.seed=3")
-    assert "--set train.precisio" in refused.value.why
+    assert "settings train.precisio" in refused.value.why
     assert "line 49, train.stepz" in refused.value.why
     assert read_run(file, "train={global_batch_size: 2, steps: 3}").file.train.steps == 3
 

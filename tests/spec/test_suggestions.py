@@ -6,7 +6,7 @@ from importlib.resources import files
 import pytest
 import yaml
 
-from disttrain_cli.commands.init import preset_text
+from disttrain_cli.api.presets import preset_text
 from disttrain_cli.errors import DisttrainError
 from disttrain_cli.spec.runfile import RunFile, read_run
 from disttrain_cli.spec.suggestions import field_paths

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,13 +12,17 @@ from msgspec.structs import replace
 from disttrain_cli.analysis.formats import Format, Traces, files_of, find_format
 from disttrain_cli.analysis.remembered import remembered
 from disttrain_cli.analysis.result.summary import Analysis
+from disttrain_cli.analysis.sql import Answer, Table, answer, rows
+from disttrain_cli.analysis.views import documented_views, explain
+from disttrain_cli.calls import call
 from disttrain_cli.errors import DataError
 from disttrain_cli.spec.progress import Progress, silent
 
 if TYPE_CHECKING:
+    from duckdb import DuckDBPyConnection, Statement
+
     from disttrain_cli.analysis.job.database import Database
     from disttrain_cli.analysis.report.pictures import Pictures
-    from disttrain_cli.analysis.sql import Table
 
 
 def analyze(paths: list[Path], progress: Progress = silent) -> Analysis:
@@ -75,7 +78,7 @@ def _traces(paths: list[Path]) -> Traces:
         raise DataError(
             "These are dumps of PyTorch's flight recorder, and no trace",
             "they show why a job hangs, and hold no times",
-            f"Have them explained: {shlex.join(['disttrain', 'analyze', *map(str, paths)])}",
+            f"Have them explained: {call('explain_hang', *paths)}",
         )
     return found
 
@@ -129,18 +132,37 @@ def ask(paths: list[Path], query: str, progress: Progress = silent) -> Table:
     """Run one SELECT over the documented views of the traces, read-only.
 
     Raises:
+        As `ask_for`; UsageError also where the answer has more rows than `sql.MOST_ANSWERED`.
+    """
+    return ask_for(rows, paths, query, progress)
+
+
+def ask_for(
+    fetch: Callable[[DuckDBPyConnection, Statement], Answer],
+    paths: list[Path],
+    query: str,
+    progress: Progress = silent,
+) -> Answer:
+    """Answer a query as `ask` does, in the form that `fetch` takes from the connection.
+
+    Raises:
         DataError: as `analyze`.
         UsageError: the query is not one SELECT statement, or DuckDB refuses it.
     """
     trace_format, files, _ = _traces(paths)
+    views = "own"
     if trace_format == "kineto":
-        from disttrain_cli.analysis.kineto.database import run_kineto_sql
+        from disttrain_cli.analysis.kineto.database import open_kineto
 
-        return run_kineto_sql(files, query, progress)
-    if trace_format == "operations":
-        from disttrain_cli.analysis.study import run_study_sql
+        views, connection = "kineto", open_kineto(files, progress, strangers=True).connection
+    elif trace_format == "operations":
+        from disttrain_cli.analysis.study import open_study
 
-        return run_study_sql(files, query)
-    from disttrain_cli.analysis.job.asking import run_sql
+        views, connection = "study", open_study(files)[0]
+        explain(connection, "study")
+    else:
+        from disttrain_cli.analysis.job.asking import open_for
 
-    return run_sql(files, query, analyze)
+        connection = open_for(query, files, analyze)
+    with connection:
+        return answer(connection, query, partial(documented_views, views), fetch)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from disttrain_cli.analysis.result.summary import Analysis
+from disttrain_cli.calls import argument, call
 from disttrain_cli.errors import ConditionHoldsError, UsageError
 
 _ORDER: dict[str, Callable[[float, float], bool]] = {
@@ -169,9 +170,9 @@ class _Condition:
             return sign == "!="  # the verdict has no such location
         if kind == "number" and value is None:
             raise UsageError(
-                f"--fail-if cannot compare {name!r}",
+                f"{argument('condition')} cannot compare {name!r}",
                 "it is null: these traces do not contain it",
-                "Compare a figure that they contain: disttrain analyze --json",
+                f"Figures are in the JSON of {call('analyze')}: `--json`, or `analysis.to_json()`",
             )
         if kind == "number" and isinstance(value, float):
             limit = float(text.rstrip(" %")) / (100 if text.endswith("%") else 1)
@@ -179,7 +180,7 @@ class _Condition:
         if sign not in _EQUAL or isinstance(value, float) or kind == "number":
             was, asked = ("a number" if isinstance(value, float) else "a text"), f"{sign} {text}"
             raise UsageError(
-                f"--fail-if cannot compare {name!r}",
+                f"{argument('condition')} cannot compare {name!r}",
                 f"it is {was}: {value}; asked: {asked}",
                 "Numbers compare with numbers, texts are == or != a text",
             )
@@ -192,18 +193,18 @@ class _Condition:
             self._known
         )[:8]
         raise UsageError(
-            f"--fail-if knows nothing named {name!r}",
+            f"{argument('condition')} knows nothing named {name!r}",
             "there are, among others: " + ", ".join(near),
-            "See all of them: disttrain analyze --json",
+            f"Figures are in the JSON of {call('analyze')}: `--json`, or `analysis.to_json()`",
         )
 
     def _unread(self) -> UsageError:
         return UsageError(
-            f"--fail-if cannot read {self._expression!r}",
+            f"{argument('condition')} cannot read {self._expression!r}",
             "it takes NAME OPERATOR VALUE with one of "
             + " ".join(_ORDER | _EQUAL)
             + ", joined by and, or, not, ( )",
-            "For example: --fail-if 'slowdown > 1.2 or verdict.cause == data'",
+            "For example: slowdown > 1.2 or verdict.cause == data",
         )
 
 

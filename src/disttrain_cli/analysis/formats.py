@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gzip
 import os
-import shlex
 import zlib
 from collections.abc import Iterator
 from itertools import chain
@@ -18,9 +17,10 @@ from typing import Literal, NamedTuple
 from disttrain_cli.analysis.figures import counted
 from disttrain_cli.analysis.flight.dumps import MOST_BYTES, is_pickled_dump, rank_of
 from disttrain_cli.analysis.json_members import Members
+from disttrain_cli.calls import call
 from disttrain_cli.errors import DataError
 
-RECORD = "Record a trace with: disttrain train"
+RECORD = f"Record a trace with: {call('train')}"
 Format = Literal["disttrain", "kineto", "operations", "flight recorder"]
 JSON_ENDINGS = (".json", ".json.gz")
 #: Files of a run's folder that are no traces.
@@ -146,7 +146,7 @@ def _look_through(folder: Path) -> Traces:
         raise DataError(
             f"{folder} holds no trace of its own, but those of {counted(len(runs), 'run')}",
             ", ".join(str(run) for run in runs[:5]),
-            f"Name one of them: disttrain analyze {shlex.quote(str(runs[0]))}",
+            f"Name one of them: {call('analyze', runs[0])}",
         )
     said: list[str] = []
     files: dict[Content, list[Path]] = {"own trace": [], "trace": [], "dump": [], "other": []}
@@ -179,7 +179,7 @@ def _look_through(folder: Path) -> Traces:
             foreign,
             [
                 *said,
-                *_left_out(ours, "they are own traces, written with --perfetto"),
+                *_left_out(ours, "they are own traces, written as Chrome JSON"),
                 *_left_out(tables, "they hold no operations of a job"),
             ],
         )
@@ -194,7 +194,7 @@ def _one_rank(path: Path, folder: Path) -> DataError:
     return DataError(
         f"{path} is one rank's part of a run's traces",
         "a step is understood from all of its ranks",
-        f"Analyse the run: disttrain analyze {shlex.quote(str(folder.resolve().parent))}",
+        f"Analyse the run: {call('analyze', folder.resolve().parent)}",
     )
 
 

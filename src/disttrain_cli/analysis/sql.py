@@ -9,13 +9,17 @@ from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from threading import Thread
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from disttrain_cli.analysis.cache import cached, forget
+from disttrain_cli.calls import argument
 from disttrain_cli.errors import DataError, UsageError
 
 if TYPE_CHECKING:
+    import pyarrow
     from duckdb import DuckDBPyConnection, Statement
+
+Answer = TypeVar("Answer")
 
 #: Most rows of the answer to a user's query: more would fill the memory, and nobody reads them.
 MOST_ANSWERED = 1_000_000
@@ -83,13 +87,19 @@ def lock(connection: DuckDBPyConnection) -> None:
     connection.execute("SET lock_configuration = true")
 
 
-def answer(connection: DuckDBPyConnection, query: str, views: Callable[[], Iterable[str]]) -> Table:
+def answer(
+    connection: DuckDBPyConnection,
+    query: str,
+    views: Callable[[], Iterable[str]],
+    fetch: Callable[[DuckDBPyConnection, Statement], Answer],
+) -> Answer:
     """Run one SELECT on a connection that can reach nothing but the documented views.
 
     Args:
         connection: restricted to the views (`lock`).
         query: the user's text.
         views: returns the names of the views, for error messages.
+        fetch: takes the answer (`rows`, `arrow`).
 
     Raises:
         UsageError: the query is not one SELECT statement, or DuckDB refuses it, or it returns more
@@ -101,12 +111,22 @@ def answer(connection: DuckDBPyConnection, query: str, views: Callable[[], Itera
         statements = connection.extract_statements(query)
         if len(statements) != 1 or statements[0].type != duckdb.StatementType.SELECT:
             raise UsageError(
-                "--sql takes exactly one SELECT statement", f"given: {query}", _known(views())
+                f"{argument('query')} takes exactly one SELECT statement",
+                f"given: {query}",
+                _known(views()),
             )
-        table = _interruptible(connection, statements[0])
+        return _interruptible(connection, statements[0], fetch)
     except duckdb.Error as error:
         said = "\n".join(line for line in str(error).splitlines() if "internal." not in line)
         raise UsageError("The query failed", said, _known(views())) from None
+
+
+def rows(connection: DuckDBPyConnection, statement: Statement) -> Table:
+    """An answer as rows; UsageError where there are more than `MOST_ANSWERED`."""
+    cursor = connection.execute(statement)
+    table = Table(
+        [column[0] for column in cursor.description or []], cursor.fetchmany(MOST_ANSWERED + 1)
+    )
     if len(table.rows) > MOST_ANSWERED:
         raise UsageError(
             "The answer is too long",
@@ -116,19 +136,23 @@ def answer(connection: DuckDBPyConnection, query: str, views: Callable[[], Itera
     return table
 
 
-def _interruptible(connection: DuckDBPyConnection, statement: Statement) -> Table:
-    """Run a statement in a thread and return its first rows; Ctrl-C interrupts it.
+def arrow(connection: DuckDBPyConnection, statement: Statement) -> pyarrow.Table:
+    """Return a complete answer as an Arrow table."""
+    return connection.sql(statement).to_arrow_table()
 
-    DuckDB alone does not react to Ctrl-C in every query.
-    """
 
-    answered: Future[Table] = Future()
+def _interruptible(
+    connection: DuckDBPyConnection,
+    statement: Statement,
+    fetch: Callable[[DuckDBPyConnection, Statement], Answer],
+) -> Answer:
+    """What a statement answers; Ctrl-C ends it, which DuckDB alone does not heed in every query."""
+
+    answered: Future[Answer] = Future()
 
     def run() -> None:
         try:
-            cursor = connection.execute(statement)
-            names = [column[0] for column in cursor.description or []]
-            answered.set_result(Table(names, cursor.fetchmany(MOST_ANSWERED + 1)))
+            answered.set_result(fetch(connection, statement))
         except BaseException as error:  # raised again by the caller
             answered.set_exception(error)
 

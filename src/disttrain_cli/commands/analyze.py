@@ -9,20 +9,15 @@ from typing import Annotated, Any
 import typer
 
 from disttrain_cli.analysis.figures import counted
-from disttrain_cli.api import (
-    analyze,
-    not_over,
-    open_run,
-)
+from disttrain_cli.api import analyze, holds, open_run, write_perfetto
 from disttrain_cli.commands.analyze_tables import render
 from disttrain_cli.commands.common import (
-    DEFAULT_RUN_FILE,
     JsonFlag,
     QuietFlag,
 )
 from disttrain_cli.commands.compare_tables import show_comparison
 from disttrain_cli.commands.device_tables import figure
-from disttrain_cli.commands.flight_tables import find_dumps, show_dumps
+from disttrain_cli.commands.flight_tables import are_dumps, show_dumps
 from disttrain_cli.console import Console
 from disttrain_cli.errors import ConditionHoldsError, UsageError
 from disttrain_cli.naming import short_path
@@ -94,27 +89,24 @@ def run(
         {"--sql": sql, "--perfetto": perfetto},
         {"--html": html, "--compare": compare, "--fail-if": fail_if},
     )
-    if paths and (dumps := find_dumps(paths)):
+    if paths and are_dumps(paths):
         _no_traces({"--html": html, "--sql": sql, "--perfetto": perfetto, "--compare": compare})
         _no_traces({"--fail-if": fail_if})
-        show_dumps(console, dumps)
+        show_dumps(console, paths)
         return
-    if sql is not None or perfetto is not None:
-        folders = paths or [open_run(DEFAULT_RUN_FILE).dir.root]
-        not_over(perfetto, *folders)
-        if sql is not None:
-            _answer(console, folders, sql)
-        if perfetto is not None:
-            _export(console, folders, perfetto)
+    if sql is not None:
+        _answer(console, paths or [open_run().dir.root], sql)
+        return
+    if perfetto is not None:
+        _export(console, paths or [], perfetto)
         return
     from msgspec import to_builtins
     from msgspec.structs import asdict
 
     from disttrain_cli.analysis.expressions import fail_if as raise_if_holds
-    from disttrain_cli.analysis.expressions import holds
 
     with console.progress() as progress:
-        result = analyze(paths or [], html=html, compare=compare, progress=progress)
+        result = analyze(*paths or (), html=html, compare=compare, progress=progress)
     analysis, report = result.analysis, result.report
     document: dict[str, Any] = analysis.to_json()
     if report is not None:
@@ -169,22 +161,11 @@ def _no_traces(options: dict[str, object]) -> None:
             )
 
 
-def _export(console: Console, folders: list[Path], file: Path) -> None:
+def _export(console: Console, paths: list[Path], file: Path) -> None:
     from dataclasses import asdict
 
-    from disttrain_cli.analysis.formats import find_format
-    from disttrain_cli.analysis.job.chrome import write_chrome_trace
-    from disttrain_cli.analysis.job.database import open_database
-
-    if find_format(folders).format != "disttrain" or any(path.is_file() for path in folders):
-        raise UsageError(
-            "--perfetto writes a run's traces as Chrome JSON",
-            "given: traces that are no run's folder",
-            "Files of Chrome JSON are that already: open them in ui.perfetto.dev",
-        )
-    database = open_database(folders)
     with console.progress() as progress:
-        written = write_chrome_trace(database, file, progress)
+        written = write_perfetto(*paths, file=file, progress=progress)
     console.result(asdict(written), written.path)
     console.say(
         f"{written.events:,} events of steps {written.steps[0]} to {written.steps[-1]} "

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from disttrain_cli.naming import DEFAULT_RUN_FILE, set_words
+from disttrain_cli.calls import DEFAULT_RUN_FILE, set_words
 
 RunFileArgument = Annotated[
     Path, typer.Argument(metavar="RUN.yaml", show_default=True, help="The run file.")

@@ -5,12 +5,21 @@ from __future__ import annotations
 
 import re
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from disttrain_cli.api import open_run
+from disttrain_cli.api import (
+    data_check,
+    data_index,
+    data_index_share,
+    data_latents,
+    data_order,
+    data_serve,
+    open_run,
+)
 from disttrain_cli.commands.common import (
     DEFAULT_RUN_FILE,
     JsonFlag,
@@ -24,9 +33,7 @@ from disttrain_cli.errors import UsageError
 
 if TYPE_CHECKING:
     from disttrain_cli.data.index import Index
-    from disttrain_cli.data.indexing import Share
     from disttrain_cli.data.sources import Skipped
-    from disttrain_cli.spec.inputs import ModelInputs
     from disttrain_cli.spec.runfile import Run
 
 SERVE_EPILOG = """Examples:
@@ -135,36 +142,6 @@ def serve(
     """Serve prepared inputs to the ranks of a run, over Arrow Flight."""
     console = Console(json_mode=json_mode, quiet=quiet)
     opened = open_run(run_file, *settings or ())
-    from disttrain_cli.data.serving.access import exposed
-    from disttrain_cli.data.serving.process import Task
-    from disttrain_cli.data.serving.supervisor import check_open
-    from disttrain_cli.data.serving.supervisor import serve as supervise
-    from disttrain_cli.spec.plan import read_plan
-
-    chosen = plan or opened.dir.plan
-    certificate, key = (
-        None if path is None else str(path.resolve()) for path in (tls_cert, tls_key)
-    )
-    token = opened.file.preprocess.token_file
-    check_open(host, token, certificate, key)
-    secrets = {
-        "preprocess.token_file": None if token is None else opened.resolve(token),
-        "--tls-key": tls_key,
-    }
-    for sentence in exposed(secrets):
-        console.note(sentence)
-    read_plan(chosen)
-    tasks = [
-        Task(
-            opened.source,
-            str(chosen.resolve()),
-            host,
-            port and port + number,
-            certificate,
-            key,
-        )
-        for number in range(processes)
-    ]
 
     def ready(addresses: list[str], pids: list[int]) -> None:
         console.result(
@@ -176,7 +153,17 @@ def serve(
             console.say(f"    - {address}")
         sys.stdout.flush()
 
-    supervise(tasks, ready, console.note)
+    data_serve(
+        opened,
+        plan=plan,
+        host=host,
+        port=port,
+        processes=processes,
+        tls_cert=tls_cert,
+        tls_key=tls_key,
+        ready=ready,
+        note=console.note,
+    )
 
 
 @app.command("index", epilog=INDEX_EPILOG)
@@ -192,42 +179,25 @@ def index(
 ) -> None:
     """Read the sizes of all samples: the sample index, on one host or several."""
     console = Console(json_mode=json_mode, quiet=quiet)
-    own = None if share is None else _share(share)
-    opened, inputs = _with_data(run_file, settings)
-    from disttrain_cli.data.index import open_index
-    from disttrain_cli.data.index_writing import read_share_of
-    from disttrain_cli.data.sources.samples import samples_lost
-
-    if own is not None:
+    parts = None if share is None else _share(share)
+    opened = open_run(run_file, *settings or ())
+    if parts is not None:
         with console.progress() as progress:
-            shards = read_share_of(opened, inputs, own, progress)
-        folder = opened.dir.partial_index
-        console.result({"share": own.name, "shards": shards, "path": str(folder)}, folder)
-        console.say(f"Share {own.name}: {shards:,} shards, or parts of large ones, are read")
+            one = data_index_share(opened, number=parts[0], hosts=parts[1], progress=progress)
+        console.result(asdict(one) | {"path": str(one.path)}, one.path)
+        console.say(f"Share {one.share}: {one.shards:,} shards, or parts of large ones, are read")
         console.hint(next_command("profile", run_file))
         return
     with console.progress() as progress:
-        made = open_index(opened, inputs, progress)
-    path = opened.dir.index
-    skipped = samples_lost(made.skipped)
-    console.result(
-        {
-            "samples": len(made),
-            "skipped": skipped,
-            "unread_files": made.unread_files,
-            "path": str(path),
-        },
-        path,
-    )
+        made = data_index(opened, progress=progress)
+    console.result(asdict(made) | {"path": str(made.path)}, made.path)
     _say_unread(console, made.unread_files)
-    console.say(f"{len(made):,} samples can be used, {skipped:,} are left out")
+    console.say(f"{made.samples:,} samples can be used, {made.skipped:,} are left out")
     console.hint(next_command("profile", run_file))
 
 
-def _share(given: str) -> Share:
+def _share(given: str) -> tuple[int, int]:
     """K/N; UsageError where it is none."""
-    from disttrain_cli.data.indexing import Share
-
     number, _, hosts = given.partition("/")
     if not re.fullmatch(r"\d{1,6}/\d{1,6}", given, re.ASCII) or int(number) >= int(hosts):
         raise UsageError(
@@ -235,7 +205,7 @@ def _share(given: str) -> Share:
             "allowed: K/N, for N hosts that are numbered from K = 0 to N - 1",
             "disttrain data index --help",
         )
-    return Share(int(number), int(hosts))
+    return int(number), int(hosts)
 
 
 @app.command("check", epilog=CHECK_EPILOG)
@@ -247,48 +217,33 @@ def check(
 ) -> None:
     """Decode every image and clip once, and leave out the samples that cannot be used."""
     console = Console(json_mode=json_mode, quiet=quiet)
-    opened, inputs = _with_data(run_file, settings)
-    from disttrain_cli.data.checking import find_broken, unchecked
-    from disttrain_cli.data.index import leave_out, open_index
+    opened = open_run(run_file, *settings or ())
     from disttrain_cli.data.index_checks import BadSamplesError
-    from disttrain_cli.data.sources.samples import samples_lost
     from disttrain_cli.data.unread_keys import described
 
     try:
         with console.progress() as progress:
-            index = open_index(opened, inputs, progress)
-            decoded = len(unchecked(index))
-            broken = find_broken(opened, index, progress)
-        if decoded:
-            leave_out(opened, inputs, broken)
+            checked = data_check(opened, progress=progress)
     except BadSamplesError as error:
         _show(console, error.skipped)
         raise
-    skipped = [*index.skipped, *broken.values()]
-    _show(console, skipped)
-    samples = len(index) - len(broken)
+    _show(console, checked.skipped)
     console.result(
-        {
-            "samples": samples,
-            "decoded": decoded,
-            "found": len(broken),
-            "unread_keys": index.unread_keys,
-            "path": str(opened.dir.index),
-            "lost": samples_lost(skipped),
-            "skipped": [one._asdict() for one in skipped],
-            "unread_files": index.unread_files,
-        },
-        opened.dir.index,
+        asdict(checked)
+        | {"path": str(checked.path), "skipped": [one._asdict() for one in checked.skipped]},
+        checked.path,
     )
-    _say_unread(console, index.unread_files)
+    _say_unread(console, checked.unread_files)
     console.say(
-        f"{samples:,} samples can be used, {samples_lost(skipped):,} are left out; "
-        f"{decoded:,} with images or clips were decoded now"
+        f"{checked.samples:,} samples can be used, {checked.lost:,} are left out; "
+        f"{checked.decoded:,} with images or clips were decoded now"
     )
-    for line in described(index.unread_keys):
+    for line in described(checked.unread_keys):
         console.say(line)
     console.hint(
-        next_command("profile" if broken or not opened.dir.profile.is_file() else "plan", run_file)
+        next_command(
+            "profile" if checked.found or not opened.dir.profile.is_file() else "plan", run_file
+        )
     )
 
 
@@ -302,14 +257,9 @@ def latents(
     """Encode the images to generate once, so that no VAE runs in training."""
     console = Console(json_mode=json_mode, quiet=quiet)
     opened = open_run(run_file, *settings or ())
-    from disttrain_cli.models.weights import starting_weights
-    from disttrain_cli.runtime.latents import make_latents
-
-    for sentence in starting_weights(opened):
-        if "VAE" in sentence:
-            console.note(sentence)
     with console.progress() as progress:
-        index, made = make_latents(opened, progress)
+        encoded = data_latents(opened, progress=progress, note=console.note)
+    index, made = encoded.index, encoded.latents
     _show(console, [one for of in made for one in of.broken])
     console.result(
         {
@@ -342,41 +292,13 @@ def order(
 ) -> None:
     """Make the orders of the next epochs ahead of training."""
     console = Console(json_mode=json_mode, quiet=quiet)
-    opened, inputs = _with_data(run_file, settings)
-    from disttrain_cli.data.epochs.mixture import Mixture, in_sequences
-    from disttrain_cli.data.index import open_index
-    from disttrain_cli.data.packing import SequenceStream
-    from disttrain_cli.runtime.checkpoints.folder import begun
-    from disttrain_cli.runtime.checkpoints.phases import phases_of
-
-    train, before = opened.file.train, begun(opened.dir.checkpoints)
-    batch, made = train.global_batch_size, list[dict[str, int]]()
+    opened = open_run(run_file, *settings or ())
     with console.progress() as progress:
-        index = open_index(opened, inputs, progress)
-        phases, _ = phases_of(index, before)
-        mixture = Mixture(index, train.seed, in_sequences(phases, batch))
-        stream, at = SequenceStream(mixture, progress, keep=True), before.step * batch
-        for _ in range(epochs):
-            phase, epoch = stream.epoch_of(at)
-            begin, at = stream.range_of(phase, epoch)
-            step = mixture.phases[phase].first // batch
-            made.append(
-                {"phase": step, "epoch": epoch, "first_sequence": begin, "sequences": at - begin}
-            )
-    console.result({"path": str(opened.dir.orders), "epochs": made}, opened.dir.orders)
-    for one in made:
-        of_phase = f" from step {one['phase']:,} on" if len(mixture.phases) > 1 else ""
-        console.say(f"Epoch {one['epoch']}{of_phase}: {one['sequences']:,} sequences")
-
-
-def _with_data(run_file: Path, settings: list[str] | None) -> tuple[Run, ModelInputs]:
-    """A run that has data, and what its model asks of them."""
-    run = open_run(run_file, *settings or ())
-    from disttrain_cli.data.index_checks import check_sources
-    from disttrain_cli.models.graph import describe
-
-    check_sources(run)
-    return run, describe(run)
+        made = data_order(opened, epochs=epochs, progress=progress)
+    console.result(asdict(made) | {"path": str(made.path)}, made.path)
+    for one in made.epochs:
+        of_phase = f" from step {one.phase:,} on" if opened.file.data.curriculum else ""
+        console.say(f"Epoch {one.epoch}{of_phase}: {one.sequences:,} sequences")
 
 
 def _after_latents(run: Run, index: Index) -> str:

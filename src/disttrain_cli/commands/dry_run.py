@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from disttrain_cli.api import dry_run_steps
 from disttrain_cli.commands.common import percent
 from disttrain_cli.commands.launching import span
 from disttrain_cli.naming import short_path
@@ -13,19 +14,16 @@ if TYPE_CHECKING:
     from disttrain_cli.console import Console
     from disttrain_cli.runtime.dryrun.dryrun import DryRun, StageReport
     from disttrain_cli.spec.plan import Plan
-    from disttrain_cli.spec.profile import Profile
     from disttrain_cli.spec.runfile import Run
 
 MIB = 2**20 / 2**30
 
 
-def show_steps(console: Console, run: Run, plan: Plan, profile: Profile) -> bool:
+def show_steps(console: Console, run: Run, plan: Plan) -> bool:
     """Take a step of every distinct stage on a fake device and show it; returns whether all would
     run."""
-    from disttrain_cli.runtime.dryrun.dryrun import dry_run
-
     with console.progress() as progress:
-        result = dry_run(run, plan, profile, progress)
+        result = dry_run_steps(run, plan=plan, progress=progress)
     console.result(result)
     _render(console, result, short_path(run.dir.logs / "dry-run"))
     return not result.problems

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from disttrain_cli.api import open_run
+from disttrain_cli.api import export, open_run
 from disttrain_cli.commands.common import (
     DEFAULT_RUN_FILE,
     JsonFlag,
@@ -61,10 +61,10 @@ def run(
     """Write a checkpoint as Hugging Face folders (safetensors)."""
     console = Console(json_mode=json_mode, quiet=quiet)
     opened = open_run(run_file, *settings or ())
-    from disttrain_cli.runtime.outputs.export import export
-
     with console.progress() as progress:
-        exported = export(opened, to, step=checkpoint, ema=ema, merge=merge, progress=progress)
+        exported = export(
+            opened, to=to, checkpoint=checkpoint, ema=ema, merge=merge, progress=progress
+        )
     console.result(exported, exported.path)
     console.table(
         f"Step {exported.step} in {short_path(to)}",

@@ -6,31 +6,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from disttrain_cli.analysis.figures import agree, counted, name_ranks
+from disttrain_cli.api import explain_hang
 from disttrain_cli.console import Console
 
 if TYPE_CHECKING:
     from disttrain_cli.analysis.flight.verdict import Dumped
-    from disttrain_cli.analysis.formats import Traces
 
 MOST_ROWS = 16  # shown; --json has all
 
 
-def find_dumps(paths: list[Path]) -> Traces | None:
-    """The dumps that the paths hold; None where they hold traces."""
+def are_dumps(paths: list[Path]) -> bool:
+    """True if the paths hold dumps and no traces."""
     from disttrain_cli.analysis.formats import find_format
 
-    found = find_format(paths)
-    return found if found.format == "flight recorder" else None
+    return find_format(paths).format == "flight recorder"
 
 
-def show_dumps(console: Console, dumps: Traces) -> None:
+def show_dumps(console: Console, paths: list[Path]) -> None:
     """Judge them, and show it."""
-    from msgspec.structs import replace
-
-    from disttrain_cli.analysis.flight.verdict import analyze_dumps
-
-    found = analyze_dumps(dumps.files)
-    found = replace(found, warnings=[*dumps.said, *found.warnings])
+    found = explain_hang(*paths)
     console.result(found.to_json(), found.verdict.sentence)
     _render(console, found)
 

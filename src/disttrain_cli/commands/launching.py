@@ -4,49 +4,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING
 
 from disttrain_cli.console import Console
 from disttrain_cli.naming import short_path
 
 if TYPE_CHECKING:
-    from disttrain_cli.runtime.launching.emit.hosts import Node
-    from disttrain_cli.runtime.launching.emit.scripts import Emitted, Start
-    from disttrain_cli.spec.plan import Plan
-    from disttrain_cli.spec.profile import Profile
-    from disttrain_cli.spec.runfile import Run
-    from disttrain_cli.spec.stage_graph import StageGraph
+    from disttrain_cli.api.ranks import Ranks
+    from disttrain_cli.api.training import Preflight
+    from disttrain_cli.runtime.launching.emit.scripts import Emitted
 
-Emit = Literal["torchrun", "slurm", "jobset", "skypilot"]
 MOST_HOSTS = 12  # shown; --json has all
 MOST_GROUPS = 3
 
 
-def show_ranks(
-    console: Console, run: Run, chosen: Plan, profile: Profile, kind: Emit | None, train: str
-) -> None:
-    """Who would run what, where, with whom, and how it would be started (`train`); nothing is
-    started or written."""
-    from disttrain_cli.runtime.launching.emit.hosts import hosts_of, place_ranks
-    from disttrain_cli.spec.stage_graph import stage_graph
-
-    graph = stage_graph(chosen.plan, profile.inputs.llm)
-    nodes = place_ranks(graph, hosts_of(run))
-    stages = _stages(chosen, graph, nodes)
-    commands = _commands(run, nodes, kind, train)
-    console.result(
-        {
-            "plan": chosen.plan.model_dump(mode="json"),
-            "ranks": graph.world_size,
-            "stages": stages,
-            "groups": {what: _groups(graph, what) for what in ("tp", "cp", "dp")},
-            "hosts": [{"host": node.host, "ranks": list(node.ranks)} for node in nodes],
-            "commands": commands,
-        }
-    )
+def show_ranks(console: Console, found: Ranks) -> None:
+    """Who would run what, where, with whom, and how it would be started."""
+    console.result(asdict(found) | {"plan": found.plan.model_dump(mode="json")})
     console.say(
-        f"{graph.world_size} ranks on {len(nodes)} host(s), {chosen.plan.microbatches} slots per"
+        f"{found.ranks} ranks on {len(found.hosts)} host(s), {found.plan.microbatches} slots per"
         " step. Nothing was started."
     )
     console.table(
@@ -65,22 +43,22 @@ def show_ranks(
         ],
         [
             [
-                stage["stage"],
-                stage["unit"],
-                stage["unit_stage"],
-                stage["tp"],
-                stage["cp"],
-                stage["dp"],
-                span(stage["ranks"]),
+                stage.stage,
+                stage.unit,
+                stage.unit_stage,
+                stage.tp,
+                stage.cp,
+                stage.dp,
+                span(stage.ranks),
                 (
-                    stage["hosts"][0]
-                    if len(stage["hosts"]) == 1
-                    else f"{stage['hosts'][0]} … {stage['hosts'][-1]}"
+                    stage.hosts[0]
+                    if len(stage.hosts) == 1
+                    else f"{stage.hosts[0]} … {stage.hosts[-1]}"
                 ),
-                span(stage["layers"]),
-                "–" if stage["peak_gib"] is None else f"{stage['peak_gib']:.3f}",
+                span(stage.layers),
+                "–" if stage.peak_gib is None else f"{stage.peak_gib:.3f}",
             ]
-            for stage in stages
+            for stage in found.stages
         ],
     )
     for what, name in (
@@ -88,107 +66,29 @@ def show_ranks(
         ("cp", "Context-parallel"),
         ("dp", "Data-parallel"),
     ):
-        groups = [group for group in _groups(graph, what) if len(group) > 1]
+        groups = [group for group in found.groups[what] if len(group) > 1]
         if groups:
             shown = ", ".join(_listed(group) for group in groups[:MOST_GROUPS])
             more = f" and {len(groups) - MOST_GROUPS} more" if len(groups) > MOST_GROUPS else ""
             console.say(f"{name} groups: {shown}{more}")
-    if len(nodes) > 1:
+    if len(found.hosts) > 1:
         console.table(
             "Hosts",
             ["host", "ranks"],
-            [[node.host, span(node.ranks)] for node in nodes[:MOST_HOSTS]],
+            [[node.host, span(node.ranks)] for node in found.hosts[:MOST_HOSTS]],
         )
-        if len(nodes) > MOST_HOSTS:
-            console.say(f"and {len(nodes) - MOST_HOSTS} more")
+        if len(found.hosts) > MOST_HOSTS:
+            console.say(f"and {len(found.hosts) - MOST_HOSTS} more")
     console.say("\nTo start them:")
-    for command in commands[:MOST_HOSTS]:
+    for command in found.commands[:MOST_HOSTS]:
         console.say(f"  {command}")
-    if len(commands) > MOST_HOSTS:
-        console.say(f"  and {len(commands) - MOST_HOSTS} more")
+    if len(found.commands) > MOST_HOSTS:
+        console.say(f"  and {len(found.commands) - MOST_HOSTS} more")
 
 
-def _stages(chosen: Plan, graph: StageGraph, nodes: Sequence[Node]) -> list[dict[str, Any]]:
-    memory = {(stage.unit, stage.stage): stage for stage in chosen.predicted.memory}
-    return [
-        {
-            "stage": stage.number,
-            "unit": stage.unit.name,
-            "unit_stage": stage.index,
-            "tp": stage.tp,
-            "cp": stage.cp,
-            "dp": stage.unit.dp,
-            "ranks": list(stage.ranks),
-            "hosts": [
-                node.host
-                for node in nodes
-                if stage.ranks[0] <= node.ranks[-1] and node.ranks[0] <= stage.ranks[-1]
-            ],
-            "layers": [stage.layers.start, stage.layers.stop - 1],
-            "peak_gib": getattr(memory.get((stage.unit.name, stage.index)), "peak_gib", None),
-        }
-        for stage in graph.stages
-    ]
-
-
-def _groups(graph: StageGraph, what: str) -> list[list[int]]:
-    """All groups of tensor, context or data parallelism, by stage."""
-    if what == "tp":
-        return [group for stage in graph.stages for group in stage.tp_groups()]
-    if what == "cp":
-        return [group for stage in graph.stages if stage.cp > 1 for group in stage.cp_groups()]
-    return [stage.dp_group(tp_rank) for stage in graph.stages for tp_rank in range(stage.tp)]
-
-
-def _commands(run: Run, nodes: Sequence[Node], kind: Emit | None, train: str) -> list[str]:
-    """What to type; scripts have the names that `--emit` would give them."""
-    from disttrain_cli.runtime.launching.emit import jobset, skypilot, slurm, torchrun
-
-    folder = default_folder(run)
-    for name, emitter in (("slurm", slurm), ("jobset", jobset), ("skypilot", skypilot)):
-        if kind == name:
-            return emitter.commands(folder)
-    if kind == "torchrun" or (len(nodes) > 1 and run.file.cluster.hostfile is not None):
-        return torchrun.commands(nodes, folder)
-    if len(nodes) == 1:
-        return [train]
-    ways = ("slurm", "torchrun   (with cluster.hostfile)", "jobset", "skypilot")
-    return [f"{train} --emit {way}" for way in ways]
-
-
-def default_folder(run: Run) -> Path:
-    """Where scripts go if the user names no folder."""
-    return run.dir.root / "launch"
-
-
-def emit(
-    console: Console,
-    run: Run,
-    chosen: Plan,
-    profile: Profile,
-    kind: Emit,
-    start: Start,
-    *,
-    plan: Path,
-    out: Path | None,
-) -> None:
-    """Write the scripts and say how to start them."""
-    from disttrain_cli.runtime.launching.emit.jobset import emit_jobset
-    from disttrain_cli.runtime.launching.emit.skypilot import emit_skypilot
-    from disttrain_cli.runtime.launching.emit.slurm import emit_slurm
-    from disttrain_cli.runtime.launching.emit.torchrun import emit_torchrun
-
-    folder = out or default_folder(run)
-    if kind == "torchrun":
-        written = emit_torchrun(run, chosen, profile, folder, start)
-    else:
-        emitter = {"slurm": emit_slurm, "jobset": emit_jobset, "skypilot": emit_skypilot}[kind]
-        written = emitter(run, chosen, profile, folder, start, plan_file=plan)
+def show_written(console: Console, written: Emitted) -> None:
+    """The scripts, and how to start them."""
     console.result(written, written.scripts[0])
-    _say_written(console, written)
-
-
-def _say_written(console: Console, written: Emitted) -> None:
     console.say(f"Job file    {short_path(Path(written.job))}")
     for script in written.scripts:
         console.say(f"Script      {short_path(Path(script))}")
@@ -201,18 +101,13 @@ def _say_written(console: Console, written: Emitted) -> None:
         console.say(f"  {command}")
 
 
-def preflight(console: Console, run: Run, chosen: Plan, profile: Profile) -> None:
-    """Start the ranks, let them try out their groups, and report the result."""
-    from disttrain_cli.runtime.train import preflight as try_out
-
-    with console.progress() as progress:
-        told = try_out(run, chosen, profile, progress=progress)
-    console.result({"ranks": chosen.plan.gpus_used, "told": told})
+def show_preflight(console: Console, done: Preflight) -> None:
+    """What the ranks found."""
+    console.result(asdict(done))
     console.say(
-        f"{chosen.plan.gpus_used} ranks met, have the same program, files and data, and all their"
-        " groups work."
+        f"{done.ranks} ranks met, have the same program, files and data, and all their groups work."
     )
-    for line in told:
+    for line in done.told:
         console.say(line)
 
 

@@ -12,8 +12,9 @@ from typing import Annotated, Any
 
 import typer
 
-from disttrain_cli.api import PlanResult, compare_clusters, open_run
+from disttrain_cli.api import compare_clusters, open_run
 from disttrain_cli.api import plan as make_plan
+from disttrain_cli.api.planning import PlanResult
 from disttrain_cli.commands.common import (
     DEFAULT_RUN_FILE,
     JsonFlag,

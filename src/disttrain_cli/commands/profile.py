@@ -8,12 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from disttrain_cli.api import (
-    check_device_name,
-    not_over,
-    open_run,
-    profile,
-)
+from disttrain_cli.api import calibrate as correct
+from disttrain_cli.api import open_run, profile
+from disttrain_cli.api.measuring import check_device_name
 from disttrain_cli.commands.common import (
     DEFAULT_RUN_FILE,
     JsonFlag,
@@ -103,34 +100,27 @@ def _calibrate(
     console: Console, run_file: Path, settings: list[str] | None, recorded: Path, out: Path | None
 ) -> None:
     """Correct the profile of a recorded run by its traces."""
-    opened = open_run(run_file, *settings or ())
-    not_over(out, opened.path, opened.dir.index)
-    from disttrain_cli.profiling.calibrate import calibrate
-    from disttrain_cli.spec.whole import keep_before, write_whole
-
-    calibration = calibrate([recorded], opened)
-    path = out or opened.dir.profile
-    before = keep_before(path)
-    write_whole(path, calibration.profile.model_dump_json(indent=2) + "\n")
+    made = correct(recorded, open_run(run_file, *settings or ()), out=out)
     console.result(
-        calibration.profile.model_dump(mode="json")
+        made.profile.model_dump(mode="json")
         | {
-            "path": str(path),
-            "calibration": [change.model_dump(mode="json") for change in calibration.changes],
-            "notes": calibration.notes,
+            "path": str(made.path),
+            "calibration": [change.model_dump(mode="json") for change in made.changes],
+            "notes": made.notes,
         },
-        path,
+        made.path,
     )
-    console.say(f"Calibrated {calibration.profile.provenance['calibrated']}")
+    console.say(f"Calibrated {made.profile.provenance['calibrated']}")
     console.table(
         "What the profile said and what the run took",
         ["", "", "before", "after", "", "change", "rows", "error before", "after"],
-        [_change_cells(change) for change in calibration.changes],
+        [_change_cells(change) for change in made.changes],
     )
-    for note in calibration.notes:
+    for note in made.notes:
         console.note(f"Note: {note}")
     console.note(
-        f"\nWrote {short_path(path)}" + (f"; before it: {short_path(before)}" if before else "")
+        f"\nWrote {short_path(made.path)}"
+        + (f"; before it: {short_path(made.before)}" if made.before else "")
     )
     console.hint(next_command("plan", run_file, profile=out))
 

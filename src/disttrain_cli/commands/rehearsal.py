@@ -44,8 +44,7 @@ def run_rehearsal(
         live = LiveStep(progress, learns=False)
         result = rehearse(
             run,
-            plan,
-            profile,
+            plan=plan,
             steps=steps,
             resume=resume,
             on_step=live.on_step,

@@ -8,13 +8,13 @@ from typing import Annotated
 
 import typer
 
+from disttrain_cli.api import sample
 from disttrain_cli.commands.common import (
     JsonFlag,
     QuietFlag,
     SetOption,
 )
 from disttrain_cli.console import Console
-from disttrain_cli.errors import UsageError
 from disttrain_cli.naming import short_path
 
 EPILOG = """Examples:
@@ -74,28 +74,26 @@ def run(
     quiet: QuietFlag = False,
 ) -> None:
     """Draw images and write text with a checkpoint."""
-    if not prompts and not images:
-        raise UsageError(
-            "Nothing to sample from",
-            "neither --prompt nor --image is given",
-            'disttrain sample --prompt "Draw a seven."',
-        )
-    if out is not None and out.exists():
-        raise UsageError(
-            f"{out} exists",
-            "Samples are written to a new folder; nothing is written over.",
-            "Name another folder, or move this one away.",
-        )
     console = Console(json_mode=json_mode, quiet=quiet)
     from disttrain_cli.data.sources.samples import printable
-    from disttrain_cli.runtime.outputs.sample import Wish, find, sample
 
-    opened, folder = find(checkpoint, run_file, settings or ())
-    wish = Wish(prompts or [], images or [], count, tokens, temperature, seed)
     with console.progress() as progress:
-        to, drawn = sample(opened, folder, wish, out, progress)
+        made = sample(
+            checkpoint,
+            prompts=prompts or (),
+            images=images or (),
+            count=count,
+            tokens=tokens,
+            temperature=temperature,
+            seed=seed,
+            run_file=run_file,
+            settings=settings or (),
+            out=out,
+            progress=progress,
+        )
+    to, drawn = made.path, made.samples
     console.result(drawn.model_dump(mode="json") | {"path": str(to)}, to)
-    console.say(f"Step {drawn.step} of {opened.file.name}")
+    console.say(f"Step {drawn.step} of {made.run.file.name}")
     console.table(
         "Drawn",
         ["prompt", "image", *(["recognised"] if drawn.judge else [])],

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from disttrain_cli.api import checked_plan, say_start, train
+from disttrain_cli.api import checked_plan, dry_run, emit, train
+from disttrain_cli.api import preflight as try_out
+from disttrain_cli.api.ranks import Kind
 from disttrain_cli.commands.common import (
     DEFAULT_RUN_FILE,
     JsonFlag,
@@ -20,11 +22,9 @@ from disttrain_cli.commands.common import (
     SetOption,
     next_command,
 )
-from disttrain_cli.commands.launching import Emit, show_ranks
-from disttrain_cli.commands.launching import emit as write_scripts
-from disttrain_cli.commands.launching import preflight as try_out
+from disttrain_cli.commands.launching import show_preflight, show_ranks, show_written
 from disttrain_cli.commands.steps import LiveStep
-from disttrain_cli.commands.train_modes import Asked, Chosen, choose
+from disttrain_cli.commands.train_modes import Asked, Chosen, choose, opened
 from disttrain_cli.commands.train_tables import show_result
 from disttrain_cli.console import Console
 from disttrain_cli.errors import RankLostError
@@ -114,7 +114,7 @@ def run(
         ),
     ] = None,
     emit: Annotated[
-        Emit | None,
+        Kind | None,
         typer.Option(
             help="Write what starts the ranks on the cluster's hosts (scripts, a Kubernetes JobSet,"
             " a SkyPilot task), instead of starting them here."
@@ -166,6 +166,8 @@ def run(
         emit=emit,
         out=out,
     )
+    if emit is not None and not dry_run:
+        return _write_scripts(console, emit, asked)
     chosen = choose(asked)
     if device is not None:
         _step_on_fakes(console, chosen)
@@ -175,11 +177,10 @@ def run(
         from disttrain_cli.commands.rehearsal import run_rehearsal
 
         run_rehearsal(console, run_file, chosen.run, chosen.plan, chosen.profile, steps, resume)
-    elif emit is not None:
-        _write_scripts(console, emit, asked, chosen)
     elif preflight:
-        _refuse_not_run(chosen)
-        try_out(console, chosen.run, chosen.plan, chosen.profile)
+        with console.progress() as progress:
+            done = try_out(chosen.run, plan=chosen.plan, progress=progress)
+        show_preflight(console, done)
     else:
         _train(console, asked, chosen)
 
@@ -209,48 +210,30 @@ def _train(console: Console, asked: Asked, chosen: Chosen) -> None:
     _say_next(console, asked.run_file, chosen.run, result, again)
 
 
-def _refuse_not_run(chosen: Chosen) -> None:
-    from disttrain_cli.planning.check import refuse_not_run
-
-    refuse_not_run(chosen.plan, chosen.run.file, chosen.profile)
-
-
 def _step_on_fakes(console: Console, chosen: Chosen) -> None:
     """SystemExit where a stage would not run."""
     from disttrain_cli.commands.dry_run import show_steps
 
-    if not show_steps(console, chosen.run, chosen.plan, chosen.profile):
+    if not show_steps(console, chosen.run, chosen.plan):
         raise SystemExit(1)
 
 
-def _write_scripts(console: Console, kind: Emit, asked: Asked, chosen: Chosen) -> None:
-    from disttrain_cli.runtime.launching.emit.scripts import Start
-    from disttrain_cli.runtime.launching.emit.startable import check_planned
-
-    _refuse_not_run(chosen)
-    notes = check_planned(chosen.run, chosen.plan, chosen.profile, kind)
-    for note in (*chosen.notes, *notes):
-        console.note(note)
-    if not asked.preflight:
-        say_start(chosen.run, chosen.total, chosen.weights, asked.resume, console.note)
-    start = Start(
-        chosen.total,
-        resume=asked.resume,
-        preflight=asked.preflight,
-        profile_steps=chosen.profiled,
-        restart=asked.restart,
-        origin=chosen.weights,
-    )
-    write_scripts(
-        console,
-        chosen.run,
-        chosen.plan,
-        chosen.profile,
-        kind,
-        start,
-        plan=asked.plan or chosen.run.dir.plan,
+def _write_scripts(console: Console, kind: Kind, asked: Asked) -> None:
+    run, profiled = opened(asked)
+    written = emit(
+        run,
+        kind=kind,
+        plan=asked.plan,
         out=asked.out,
+        steps=asked.steps,
+        resume=asked.resume,
+        restart=asked.restart,
+        origin=asked.origin,
+        profile_steps=profiled,
+        preflight=asked.preflight,
+        note=console.note,
     )
+    show_written(console, written)
 
 
 @contextmanager
@@ -301,7 +284,7 @@ def _show_dry_run(console: Console, asked: Asked, chosen: Chosen) -> None:
         restart=asked.restart,
         rehearse=asked.rehearse,
     )
-    show_ranks(console, run, plan, chosen.profile, asked.emit, begin())
+    show_ranks(console, dry_run(run, plan=plan, kind=asked.emit, command=begin()))
     if asked.rehearse:
         _show_rehearsal(console, chosen, run.file)
     reasons = not_run(plan, run.file, chosen.profile)

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from disttrain_cli.api import check_start, checked_plan, find_origin, open_run
-from disttrain_cli.commands.common import next_command
-from disttrain_cli.commands.launching import Emit, default_folder
-from disttrain_cli.errors import SpecError, UsageError
+from disttrain_cli.api import checked_plan, open_run
+from disttrain_cli.api.ranks import Kind
+from disttrain_cli.api.training import check_start, find_origin
+from disttrain_cli.errors import UsageError
 
 if TYPE_CHECKING:
     from disttrain_cli.spec.plan import Plan
@@ -33,7 +33,7 @@ class Asked:
     preflight: bool
     dry_run: bool
     device: str | None
-    emit: Emit | None
+    emit: Kind | None
     out: Path | None
 
 
@@ -47,7 +47,6 @@ class Chosen:
     weights: Path | None  # the folder to start from
     profiled: range | None  # steps of which torch's profile is recorded
     total: int  # steps
-    notes: list[str]  # what may stop an emitted job
 
 
 def choose(asked: Asked) -> Chosen:
@@ -57,11 +56,7 @@ def choose(asked: Asked) -> Chosen:
         UsageError: options exclude each other, or would have no effect.
         SpecError, MismatchError: a file is missing or wrong, or the plan belongs to another run.
     """
-    run = open_run(asked.run_file, *asked.settings)
-    _check_modes(asked)
-    check_start(asked.resume, asked.restart, asked.origin)
-    notes = [] if asked.emit is None else _check_emitted(run, asked.emit, asked)
-    profiled = _steps_to_profile(asked)
+    run, profiled = opened(asked)
     weights = find_origin(asked.origin)
     plan, profile = checked_plan(run, asked.plan)
     total = asked.steps if asked.steps is not None else run.file.train.total_steps
@@ -69,36 +64,19 @@ def choose(asked: Asked) -> Chosen:
         from disttrain_cli.runtime.train import check_profiled
 
         check_profiled(profiled, total)
-    return Chosen(run, plan, profile, weights, profiled, total, notes)
+    return Chosen(run, plan, profile, weights, profiled, total)
 
 
-def _check_emitted(run: Run, kind: Emit, asked: Asked) -> list[str]:
-    """Sentences of what may stop the job that is to be written; SpecError where it could not
-    start."""
-    from disttrain_cli.runtime.launching.emit.startable import check_startable
-    from disttrain_cli.runtime.launching.starts import check_fresh
+def opened(asked: Asked) -> tuple[Run, range | None]:
+    """Read the run file; return it and the steps of which torch's profile is recorded.
 
-    if not (asked.resume or asked.restart or asked.preflight):
-        try:
-            check_fresh(run.dir)
-        except SpecError as error:
-            again = next_command(
-                "train",
-                asked.run_file,
-                plan=asked.plan,
-                steps=asked.steps,
-                profile_steps=asked.profile_steps,
-                **{"from": asked.origin},
-                emit=kind,
-                out=asked.out,
-            )
-            error.next_step = (
-                f"Write a job that goes on from it: {again} --resume. Or one that starts at step 0"
-                f" and moves what is there to earlier/: {again} --restart"
-            )
-            raise
-    folder, plan = asked.out or default_folder(run), asked.plan or run.dir.plan
-    return check_startable(run, kind, folder, plan, preflight=asked.preflight)
+    Raises:
+        UsageError, SpecError: as `choose`.
+    """
+    run = open_run(asked.run_file, *asked.settings)
+    _check_modes(asked)
+    check_start(asked.resume, asked.restart, asked.origin)
+    return run, _steps_to_profile(asked)
 
 
 def _check_modes(asked: Asked) -> None:

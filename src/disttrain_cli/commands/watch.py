@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
+from disttrain_cli.api import look as look_once
 from disttrain_cli.api import open_run, watch
 from disttrain_cli.commands.common import DEFAULT_RUN_FILE, QuietFlag
 from disttrain_cli.console import Console
@@ -102,7 +103,12 @@ def run(
     held, told = False, False
     look: Look | None = None
     with closing(Record(root.logs)) as record:
-        for look in watch(path, steps=steps, every_s=every, once=once):
+        looks = (
+            iter([look_once(path, steps=steps)])
+            if once
+            else watch(path, steps=steps, every_s=every)
+        )
+        for look in looks:
             before, (holds, sentence) = held, _holds(look, fail_if)
             held = holds and (look.live or once)
             fails = held and (before or look.stands)

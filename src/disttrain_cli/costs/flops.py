@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from disttrain_cli.calls import call
 from disttrain_cli.costs.freezing import Backward, backwards
 from disttrain_cli.costs.stage import NO_WORK
 from disttrain_cli.errors import SpecError
@@ -73,6 +74,6 @@ def mfu(flops: float, seconds: float, device: DeviceProfile, gpus: int) -> float
             f"An MFU of {100 * value:.1f} % is impossible",
             f"{flops / 1e12:.4g} TFLOP in {seconds:.4g} s on a peak of {peak:.4g} TFLOP/s"
             f" ({device.name})",
-            "Correct cluster.peak_tflops and profile again: disttrain profile",
+            f"Correct cluster.peak_tflops and profile again: {call('profile')}",
         )
     return value

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from disttrain_cli.calls import call
 from disttrain_cli.costs.context import exchanged_ms
 from disttrain_cli.costs.freezing import Backward, backwards
 from disttrain_cli.costs.remembering import remembered
@@ -54,7 +55,7 @@ def shard_of(module: ModuleProfile, kind: str, *, tp: int) -> LayerShard:
         raise SpecError(
             f"The profile has no times of {kind} at TP {tp}",
             f"it has TP {', '.join(times)}",
-            "Use one of these, or profile again: disttrain profile",
+            f"Use one of these, or profile again: {call('profile')}",
         )
     return times[str(tp)]
 

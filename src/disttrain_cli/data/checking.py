@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from disttrain_cli.calls import call
 from disttrain_cli.data.index import Index
 from disttrain_cli.data.index_checks import MOST_NAMED, shard_label
 from disttrain_cli.data.modalities.registry import MODALITIES
@@ -85,7 +86,8 @@ def check_broken(run: RunFile, broken: Sequence[Skipped], allowed: float) -> Non
         f"{len(broken)} images or clips cannot be decoded, more than"
         f" data.max_bad_fraction = {run.data.max_bad_fraction} allows",
         "\n".join(f"  {one.shard}/{one.key}: {one.reason}" for one in broken[:MOST_NAMED]),
-        "See all of them: disttrain data check. Repair the shards, or raise data.max_bad_fraction.",
+        f"See all of them: {call('data_check')}. Repair the shards, or raise"
+        " data.max_bad_fraction.",
     )
 
 

@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
+from disttrain_cli.calls import call
 from disttrain_cli.data.index_file import PROFILE, Stored, read_stored
 from disttrain_cli.data.sources import Listing, Shard, Skipped, list_source, printable, shown
 from disttrain_cli.data.sources.files import content_of, is_file, join, state_of
@@ -21,12 +22,12 @@ from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.runfile import Run
 from disttrain_cli.spec.runfile.data import is_url
 
-REINDEX = "Index the data again with: disttrain profile --reindex"
+REINDEX = f"Index the data again with: {call('profile', reindex=True)}"
 MEANT = (
-    "Bring the data back as it was; where the change is meant, index all of it again: disttrain"
-    " profile --reindex"
+    "Bring the data back as it was; where the change is meant, index all of it again:"
+    f" {call('profile', reindex=True)}"
 )
-ADDED = "Take the new shards in with: disttrain profile"
+ADDED = f"Take the new shards in with: {call('profile')}"
 EVEN = 128  # vocabulary sizes that are a multiple of it are divisible by all usual TP sizes
 MOST_NAMED = 8  # bad samples or changed shards that a message lists
 #: Usable samples in a tar, in a JSON and in a table.
@@ -94,7 +95,7 @@ def check_sources(run: Run) -> None:
             f"given: {run.file.data.distribution.name}, which stands in for data when a cluster is"
             " planned",
             "Give data.sources instead of data.distribution in the run file, and profile again:"
-            " disttrain profile",
+            f" {call('profile')}",
         )
 
 
@@ -198,7 +199,7 @@ def _check_there(run: Run, number: int, path: str) -> None:
             + "\n".join(lines)
             + more,
             "Bring them back. Where that is meant, correct data.sources in the run file, and index,"
-            " profile and plan again: disttrain profile --reindex && disttrain plan",
+            f" profile and plan again: {call('profile', reindex=True)} && {call('plan')}",
         )
 
 
@@ -306,7 +307,7 @@ def check_profiled_data(data_fingerprint: str, profile: Profile) -> None:
         raise MismatchError(
             "The dataset is not the one that was profiled",
             f"data of the profile: {profile.fingerprints.data}; of the index: {data_fingerprint}",
-            "Profile and plan again: disttrain profile && disttrain plan",
+            f"Profile and plan again: {call('profile')} && {call('plan')}",
         )
 
 
@@ -396,7 +397,7 @@ def check_bad(run: Run, good: int, skipped: list[Skipped]) -> None:
             skipped,
             "The dataset has no usable sample",
             named or "its shards are empty",
-            f"{next(forms, MEMBERS)}; an example: disttrain init DIR --sample-data",
+            f"{next(forms, MEMBERS)}; an example: {call('init', 'DIR', sample_data=True)}",
         )
     if unknown:
         raise BadSamplesError(
@@ -416,7 +417,7 @@ def check_bad(run: Run, good: int, skipped: list[Skipped]) -> None:
         f"{lost} of {good + lost} samples cannot be used, more than data.max_bad_fraction = {limit}"
         " allows",
         f"by shard: {shards}\n{named}",
-        "See all of them: disttrain data check. Repair the shards, or raise data.max_bad_fraction"
+        f"See all of them: {call('data_check')}. Repair the shards, or raise data.max_bad_fraction"
         " (long samples: data.sequence_length; shards that are left out on purpose: name the others"
         " one by one in data.sources).",
     )

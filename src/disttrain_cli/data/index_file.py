@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from disttrain_cli.calls import call
 from disttrain_cli.data.sources import Skipped
 from disttrain_cli.errors import DataError, MismatchError
 from disttrain_cli.spec.index import COLUMNS, INDEX_VERSION, OPTIONAL
@@ -18,7 +19,7 @@ from disttrain_cli.spec.whole import whole_file
 if TYPE_CHECKING:
     import pyarrow as pa
 
-PROFILE = "Index the data with: disttrain profile"
+PROFILE = f"Index the data with: {call('profile')}"
 
 
 class Indexed(NamedTuple):

@@ -45,8 +45,7 @@ def main() -> None:
             job = Job(State(*state), Shard(*shard), label, share)
             write_rows(Path(path), read_job(run, job, inputs, tokenizer))
         except DisttrainError as error:
-            told = [error.what, error.why, error.next_step]
-            answer = {"error": [type(error).__name__, *told]}
+            answer = {"error": [type(error).__name__, *error.parts]}
         except Exception:  # a bug, reported by the parent process
             answer = {"bug": [traceback.format_exc()]}
         print(json.dumps(answer), file=answers, flush=True)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from disttrain_cli.calls import call
 from disttrain_cli.data.index import Index
 from disttrain_cli.data.sources.files import content_of
 from disttrain_cli.errors import DataError, MismatchError, SpecError
@@ -18,7 +19,7 @@ from disttrain_cli.spec.latents import DESCRIPTION, MARK, MARKED, Latents, Origi
 from disttrain_cli.spec.runfile import Run
 
 OPEN_FILES = 64
-PREPARE = "Prepare them: disttrain data latents"
+PREPARE = f"Prepare them: {call('data_latents')}"
 
 
 class LatentReader:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from disttrain_cli.calls import argument
 from disttrain_cli.errors import SpecError
 from disttrain_cli.models.adapters import Unread, joint, named
 from disttrain_cli.models.configs import ModuleConfig
@@ -182,7 +183,7 @@ def _modules_of(saved: Sequence[str], model: torch.nn.Module) -> list[str]:
         raise SpecError(
             "What was trained beside the adapters is no whole part of the model",
             f"of the same part, and not trained: {', '.join(rest[:_SHOWN])}",
-            "Export with --merge.",
+            f"Export with {argument('merge', True)}.",
         )
     outer = [part for part in found if not any(part.startswith(f"{other}.") for other in found)]
     theirs = [name for name, _ in model.named_modules() if name.endswith(tuple(outer))]
@@ -190,6 +191,6 @@ def _modules_of(saved: Sequence[str], model: torch.nn.Module) -> list[str]:
         raise SpecError(
             "What was trained beside the adapters has no name in peft that is its alone",
             f"modules_to_save {', '.join(outer)} would also be {', '.join({*theirs} - {*outer})}",
-            "Export with --merge.",
+            f"Export with {argument('merge', True)}.",
         )
     return outer

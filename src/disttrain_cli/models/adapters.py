@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from disttrain_cli.calls import argument
 from disttrain_cli.errors import SpecError
 from disttrain_cli.models.architectures import read_configs
 from disttrain_cli.models.configs.wholes import whole_config
@@ -334,7 +335,8 @@ def check_alike(lora: Lora, there: Mapping[str, Any], origin: Path) -> None:
     for name in NUMBERS:
         if name in there and there[name] != getattr(lora, name):
             raise SpecError(
-                f"--from: the adapters in {origin} are others than those of {lora.module}",
+                f"{argument('origin')}: the adapters in {origin} are others than those of"
+                f" {lora.module}",
                 f"{name}: {there[name]} there, {getattr(lora, name)} in the run file",
                 f"Make model.modules.{lora.module}.lora as it was there.",
             )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from disttrain_cli.calls import call
 from disttrain_cli.costs.context import fits_nodes, misfit
 from disttrain_cli.costs.freezing import owners
 from disttrain_cli.costs.replicated import undealt
@@ -19,7 +20,7 @@ from disttrain_cli.spec.profile import DeviceProfile, Profile
 from disttrain_cli.spec.runfile import RunFile
 from disttrain_cli.spec.stage_graph import stage_graph
 
-EDIT = "Correct the plan, or plan again: disttrain plan"
+EDIT = f"Correct the plan, or plan again: {call('plan')}"
 
 
 def check(plan: Plan, run: RunFile, profile: Profile) -> None:
@@ -36,7 +37,7 @@ def check(plan: Plan, run: RunFile, profile: Profile) -> None:
         raise MismatchError(
             f"The profile is of another device ({profile.device.name})",
             f"cluster.device: {kinds[0]}; measured on: {kinds[1]}",
-            "Profile and plan again: disttrain profile && disttrain plan",
+            f"Profile and plan again: {call('profile')} && {call('plan')}",
         )
     made_for, have = plan.fingerprints, profile.fingerprints
     for what, theirs, mine in (
@@ -49,7 +50,7 @@ def check(plan: Plan, run: RunFile, profile: Profile) -> None:
             raise MismatchError(
                 f"The plan was made for another {what}",
                 f"{what} of the plan: {theirs}; here: {mine}",
-                "Plan again: disttrain plan",
+                f"Plan again: {call('plan')}",
             )
     check_layout(plan, run, profile)
     _check_choices(plan, run)
@@ -81,8 +82,8 @@ def check_device(run: RunFile, profile: Profile) -> None:
         raise MismatchError(
             f"The profile is of another device ({have.name})",
             f"cluster.device: {wanted}; device of the profile: {have.name} ({have.kind})",
-            "Profile again: disttrain profile; or plan for that device: disttrain plan --profile"
-            " FILE",
+            f"Profile again: {call('profile')}; or plan for that device:"
+            f" {call('plan', profile='FILE')}",
         )
 
 
@@ -155,7 +156,7 @@ def refuse_not_run(plan: Plan, run: RunFile, profile: Profile) -> None:
             + ", nor with ".join(reason.what for reason in refused),
             "\n".join(f"{reason.what}: {reason.why}" for reason in refused),
             f"{steps[0].upper()}{steps[1:]}. "
-            "Or try the plan on emulated devices: disttrain train --rehearse",
+            f"Or try the plan on emulated devices: {call('rehearse')}",
         )
 
 
@@ -178,7 +179,7 @@ def _check_choices(plan: Plan, run: RunFile) -> None:
         raise MismatchError(
             f"The plan was made for another {field}",
             f"plan: {planned}; run file: {stated}",
-            "Plan again: disttrain plan",
+            f"Plan again: {call('plan')}",
         )
 
 
@@ -270,7 +271,7 @@ def _check_ranks(plan: Plan, run: RunFile, profile: Profile) -> None:
             raise SpecError(
                 f"CP groups of unit {unit.name} lie on several nodes",
                 "the profile is of a single node",
-                "Profile again: disttrain profile",
+                f"Profile again: {call('profile')}",
             )
         if (why := misfit(profile, unit.modules, unit.shape)) is not None:
             raise SpecError(f"Unit {unit.name} cannot have CP {unit.cp}", why, EDIT)

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from disttrain_cli.calls import call
 from disttrain_cli.costs.context import misfit
 from disttrain_cli.costs.memory import layout_memory
 from disttrain_cli.errors import InfeasibleError
@@ -48,7 +49,7 @@ def infeasible(profile: Profile, cluster: Cluster, strategy: Strategy) -> Infeas
         return InfeasibleError(
             f"No{named} layout exists on {cluster.gpus} GPUs",
             f"a global batch of {cluster.batch} sequences, nodes of {cluster.gpus_per_node} GPUs",
-            "Use another strategy: disttrain plan --strategy auto",
+            f"Use another strategy: {call('plan', strategy='auto')}",
         )
     memory_gib, binding = limit
     device_gib = cluster.memory_gib + cluster.margin_gib

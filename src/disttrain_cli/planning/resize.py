@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from disttrain_cli.calls import call
 from disttrain_cli.costs.hardware import analytic_device, link_profile
 from disttrain_cli.errors import MismatchError
 from disttrain_cli.spec.profile import Profile
@@ -48,7 +49,7 @@ def resized(run: RunFile, profile: Profile) -> Profile:
                 "cluster.{}: {} when it was profiled, {} now".format(name, *changed[name])
                 for name in refused
             ),
-            "Profile again: disttrain profile",
+            f"Profile again: {call('profile')}",
         )
     return profile.model_copy(update=update)
 

@@ -11,6 +11,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
+from disttrain_cli.calls import argument, call
 from disttrain_cli.costs.freezing import owners
 from disttrain_cli.costs.hardware import RULES
 from disttrain_cli.costs.memory import fits
@@ -70,7 +71,7 @@ def cluster_of(run: RunFile, profile: Profile, gpus: int | None = None) -> Clust
     """
     count = profile.device.count if gpus is None else gpus
     if count < 1:
-        raise SpecError("A plan needs at least one GPU", f"--gpus: {count}")
+        raise SpecError("A plan needs at least one GPU", f"given: {argument('gpus', count)}")
     cpu, recompute = profile.device.kind == "cpu", run.train.activation_checkpointing
     return Cluster(
         gpus=count,
@@ -106,13 +107,13 @@ def check_profile(run: RunFile, profile: Profile) -> None:
             raise MismatchError(
                 f"The profile was made for another {what}",
                 f"{what} of the run file: {mine}; of the profile: {theirs}",
-                "Profile again: disttrain profile",
+                f"Profile again: {call('profile')}",
             )
     if profile.device.kind == "analytic" and profile.provenance.get("rules") != RULES:
         raise MismatchError(
             "The profile was computed by another version's rules",
             f"now: {RULES}; then: {profile.provenance.get('rules', 'not said')}",
-            "Profile again: disttrain profile",
+            f"Profile again: {call('profile')}",
         )
     run.check_owners(owners(profile))
 

@@ -11,6 +11,7 @@ from typing import Any, Literal, Protocol, TypeVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from disttrain_cli.calls import call
 from disttrain_cli.costs.activations import kept_share, working_share
 from disttrain_cli.costs.context import fits_nodes, misfit, most_cp
 from disttrain_cli.costs.freezing import backwards
@@ -489,7 +490,7 @@ def groupings(profile: Profile, cluster: Cluster, strategy: Strategy) -> list[li
             f"No TP degree of unit {lacking.name} fits a node",
             f"profiled: TP {tp_degrees(profile, lacking.modules)}; cluster.gpus_per_node:"
             f" {cluster.gpus_per_node}",
-            "Profile again: disttrain profile",
+            f"Profile again: {call('profile')}",
         )
     return possible
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from disttrain_cli.analysis.job.database import Database, open_database
+from disttrain_cli.calls import call
 from disttrain_cli.data.sizes import sizes_of_sample
 from disttrain_cli.errors import DataError, MismatchError
 from disttrain_cli.profiling.layer_factors import Corrected, correct_layers
@@ -29,7 +30,7 @@ from disttrain_cli.spec.work import Work
 
 #: A stage that takes longer by more than so much than its layers explain is named.
 STAGE_PCT = 3.0
-RECORD = "Record a run with: disttrain train"
+RECORD = f"Record a run with: {call('train')}"
 
 
 class Change(Strict):

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from disttrain_cli.calls import call
 from disttrain_cli.costs.hardware import Precision, catalogue, lookup
 from disttrain_cli.errors import DisttrainError
 from disttrain_cli.runtime.watching.host_memory import container_limits, text_of
@@ -41,7 +42,7 @@ def choose_kind(wanted: str) -> str:
         raise DisttrainError(
             "No CUDA device was found",
             f"torch {torch.__version__} ({build}) sees 0 devices",
-            "Measure on the CPU with: disttrain profile --device cpu",
+            f"Measure on the CPU with: {call('profile', device='cpu')}",
         )
     return wanted
 

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from disttrain_cli.calls import call
 from disttrain_cli.data.checking import Broken, allowed_broken, check_broken, try_decoding
 from disttrain_cli.data.index import Index, open_index
 from disttrain_cli.data.index_checks import check_sources
@@ -130,7 +131,7 @@ def _make(run: Run, index: Index, number: int, head: TargetInput, progress: Prog
         raise SpecError(
             f"Cannot write the latents {folder}",
             str(error),
-            "Free space there and go on with: disttrain data latents",
+            f"Free space there and go on with: {call('data_latents')}",
         ) from None
     return Made(head.module, folder / DESCRIPTION, len(images), origin.image_bytes, total, broken)
 

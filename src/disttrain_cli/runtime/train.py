@@ -12,6 +12,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from disttrain_cli.calls import argument, call
 from disttrain_cli.data.digits import check_judge
 from disttrain_cli.data.epochs.mixture import mixture_of
 from disttrain_cli.data.index import Index, read_index
@@ -235,16 +236,17 @@ def check_profiled(steps: range, total: int, first: int = 0) -> None:
     to profile."""
     if steps.stop > total:
         raise UsageError(
-            f"--profile-steps {steps.start}:{steps.stop} goes beyond the run's last step",
+            f"{argument('profile_steps', steps)} goes beyond the run's last step",
             f"the run has {total} steps, numbered from 0, so the range may end at {total}",
-            "Give more steps, or an earlier range, such as --profile-steps"
-            f" {max(0, total - 3)}:{total}",
+            "Give more steps, or an earlier range, such as"
+            f" {argument('profile_steps', range(max(0, total - 3), total))}",
         )
     if steps.stop <= first:
         raise UsageError(
-            f"--profile-steps {steps.start}:{steps.stop} is past",
+            f"{argument('profile_steps', steps)} is past",
             f"the run goes on from its checkpoint of step {first}",
-            f"Profile later steps: --profile-steps {first}:{min(total, first + 3)}",
+            "Profile later steps:"
+            f" {argument('profile_steps', range(first, min(total, first + 3)))}",
         )
 
 
@@ -260,7 +262,8 @@ def _check_one_host(run: Run, plan: Plan, profile: Profile) -> None:
         raise SpecError(
             f"The plan's {plan.plan.gpus_used} ranks belong on several hosts",
             f"cluster.nodes: {cluster.nodes}, cluster.gpus_per_node: {cluster.gpus_per_node}",
-            "Write scripts that start them there: disttrain train --emit slurm, or --emit torchrun",
+            f"Write scripts that start them there: {call('emit', kind='slurm')}, or"
+            f" {argument('kind', 'torchrun')}",
         )
 
 
@@ -271,7 +274,7 @@ def _checked_index(run: Run, profile: Profile) -> Index:
         raise MismatchError(
             "The model asks for other data than when it was profiled",
             "the configuration or image processor in a folder of its has changed",
-            "Profile and plan again: disttrain profile && disttrain plan",
+            f"Profile and plan again: {call('profile')} && {call('plan')}",
         )
     index = read_index(run, profile.inputs)
     check_profiled_data(index.fingerprint, profile)

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from disttrain_cli.calls import argument
 from disttrain_cli.errors import SpecError, UsageError
 from disttrain_cli.spec.suggestions import meant_key, meant_value, section
 from disttrain_cli.spec.yaml_text import lines_of, load_yaml
@@ -121,19 +122,22 @@ def validate(
         problems = [dict(problem) for problem in error.errors()]
     count, problems = len(problems), problems[:8]
     text = _read_text(path, what, next_step, JSON_MIB) if path.is_file() else ""
+    was_set = f"{argument('settings')} "
     where = [
-        "--set " if _is_set(problem["loc"], changed) else f"line {line}, " if line else ""
+        was_set if _is_set(problem["loc"], changed) else f"line {line}, " if line else ""
         for problem, line in zip(
             problems, lines_of(text, [problem["loc"] for problem in problems]), strict=True
         )
     ]
-    wrong = UsageError if all(one == "--set " for one in where) else SpecError
+    wrong = UsageError if all(one == was_set for one in where) else SpecError
     raise wrong(
         f"The {what} {path} has {count} wrong field(s)",
         "\n".join(
             f"  {at}{_explain(problem, kind)}" for at, problem in zip(where, problems, strict=True)
         ),
-        next_step if wrong is SpecError else "Correct --set and run the command again.",
+        next_step
+        if wrong is SpecError
+        else f"Correct {argument('settings')} and run the command again.",
     ) from None
 
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import Field, model_validator
 
+from disttrain_cli.calls import call
 from disttrain_cli.spec.files import Strict, parse_yaml, validate
 from disttrain_cli.spec.forms import Form
 from disttrain_cli.spec.profile import Fingerprints
@@ -557,8 +558,8 @@ class Plan(Strict):
 
 def read_plan(path: Path) -> Plan:
     """Read and check a plan; raise SpecError."""
-    value: Any = parse_yaml(path, "plan", "Make one with: disttrain plan")
-    return validate(Plan, value, path, "plan", "Correct it, or plan again: disttrain plan")
+    value: Any = parse_yaml(path, "plan", f"Make one with: {call('plan')}")
+    return validate(Plan, value, path, "plan", f"Correct it, or plan again: {call('plan')}")
 
 
 def write_plan(path: Path, plan: Plan) -> Path:

@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
+from disttrain_cli.calls import call
 from disttrain_cli.spec.files import Strict, parse_json, validate
 from disttrain_cli.spec.heads import Item
 from disttrain_cli.spec.inputs import ModelInputs
@@ -624,5 +625,5 @@ class Profile(Strict):
 
 def read_profile(path: Path) -> Profile:
     """Read and check a profile; raise SpecError."""
-    value = parse_json(path, "profile", "Measure one with: disttrain profile")
-    return validate(Profile, value, path, "profile", "Measure again: disttrain profile")
+    value = parse_json(path, "profile", f"Measure one with: {call('profile')}")
+    return validate(Profile, value, path, "profile", f"Measure again: {call('profile')}")

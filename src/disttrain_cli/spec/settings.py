@@ -6,6 +6,7 @@ import copy
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from disttrain_cli.calls import argument
 from disttrain_cli.errors import UsageError
 from disttrain_cli.spec.yaml_text import load_yaml
 
@@ -65,4 +66,4 @@ def _replaced(value: Any, path: tuple[str, ...], new: Any, setting: str) -> Any:
 
 
 def _refuse(setting: str, why: str) -> NoReturn:
-    raise UsageError(f"Cannot apply --set {setting}", why, "disttrain plan --help")
+    raise UsageError(f"Cannot apply {argument('settings', setting)}", why, "See docs/runfile.md.")

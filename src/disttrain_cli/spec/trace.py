@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
+from disttrain_cli.calls import call
 from disttrain_cli.spec.files import Strict, parse_json, validate
 from disttrain_cli.spec.plan import Layout, Prediction
 from disttrain_cli.spec.profile import Profile
@@ -230,5 +231,5 @@ def read_mark(name: str) -> tuple[str, int, int, str] | None:
 
 def read_job(path: Path) -> Job:
     """Read and check `job.json`; raise SpecError."""
-    value: Any = parse_json(path, "job description", "Record a run with: disttrain train")
+    value: Any = parse_json(path, "job description", f"Record a run with: {call('train')}")
     return validate(Job, value, path, "job description")

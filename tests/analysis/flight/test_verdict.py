@@ -13,7 +13,6 @@ import pytest
 
 from disttrain_cli.analysis.flight.verdict import Dumped, analyze_dumps
 from disttrain_cli.analysis.formats import find_format
-from disttrain_cli.commands.flight_tables import find_dumps
 from tests.analysis.flight.recorded import entry, message, write
 from tests.commands.test_train import call
 
@@ -217,8 +216,8 @@ def test_the_command_says_it(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     folder = tmp_path / "dumps"
     write(folder, cases()["one is missing"][0])
     (folder / "notes.txt").write_text("ours")
-    dumps = find_dumps([folder])
-    assert dumps is not None and len(dumps.files) == 4 and not dumps.said
+    dumps = find_format([folder])
+    assert (dumps.format, len(dumps.files), dumps.said) == ("flight recorder", 4, [])
     code, out, _ = call(["analyze", folder], capsys)
     assert code == 0 and out.startswith(
         "Rank 2 has not joined all_reduce number 2 of the world, in which ranks 0, 1 and 3 wait;"

@@ -4,7 +4,7 @@ images."""
 import pytest
 
 from disttrain_cli.analysis.report.generated import generated
-from disttrain_cli.api import _samples
+from disttrain_cli.api.analysing import samples_in
 from disttrain_cli.spec.rundir import RunDir
 from disttrain_cli.spec.samples import FILE, Answer, Drawn, Judge, Samples, Written
 from tests.analysis.report.pages import ATTACK, png
@@ -48,7 +48,7 @@ def write(folder, **more):
 
 def test_prompts_texts_and_shares_are_shown_of_the_newest_step(folder, tmp_path):
     write(folder)
-    images = _samples(RunDir(tmp_path))
+    images = samples_in(RunDir(tmp_path))
     text = generated(images)
     assert [path.name for path in images] == [
         FILE,
@@ -68,12 +68,12 @@ def test_prompts_texts_and_shares_are_shown_of_the_newest_step(folder, tmp_path)
 
 def test_without_a_judge_prompts_alone_and_without_a_description_names(folder, tmp_path):
     write(folder, judge=None, drawn=[Drawn(file="00.png", prompt="Paint.")], written=[])
-    text = generated(_samples(RunDir(tmp_path)))
+    text = generated(samples_in(RunDir(tmp_path)))
     assert "Paint." in text and "judge" not in text and text.count("<img alt") == 1
     (folder / FILE).write_text("{")
-    assert [path.name for path in _samples(RunDir(tmp_path))] == ["00.png", "01.png"]
-    assert generated(_samples(RunDir(tmp_path))).count("<figcaption>01<") == 1
-    assert _samples(RunDir(tmp_path / "none")) == [] and generated([]) == ""
+    assert [path.name for path in samples_in(RunDir(tmp_path))] == ["00.png", "01.png"]
+    assert generated(samples_in(RunDir(tmp_path))).count("<figcaption>01<") == 1
+    assert samples_in(RunDir(tmp_path / "none")) == [] and generated([]) == ""
 
 
 def test_answers_stand_beside_those_of_the_data(folder, tmp_path):
@@ -82,7 +82,7 @@ def test_answers_stand_beside_those_of_the_data(folder, tmp_path):
         Answer(prompt="How?", text="Thus.", recorded=""),
     ]
     write(folder, drawn=[], written=[], answers=answers)
-    text = generated(_samples(RunDir(tmp_path)))
+    text = generated(samples_in(RunDir(tmp_path)))
     assert "Answers to held-out conversations" in text and text.count("<img alt") == 2
     assert text.index("Why?") < text.index("<td>So.</td>") < text.index("<td>Thus.</td>")
     assert ATTACK not in text and "<script" not in text
@@ -92,8 +92,8 @@ def test_answers_stand_beside_those_of_the_data(folder, tmp_path):
 def test_files_outside_the_folder_are_not_taken_in(folder, tmp_path, name):
     png(tmp_path / "secret.png")
     write(folder, drawn=[Drawn(file=name, prompt="")])
-    assert all(path.parent == folder for path in _samples(RunDir(tmp_path)))
+    assert all(path.parent == folder for path in samples_in(RunDir(tmp_path)))
     write(folder, answers=[Answer(prompt="", images=[name], text="", recorded="")])
-    assert all(path.parent == folder for path in _samples(RunDir(tmp_path)))
+    assert all(path.parent == folder for path in samples_in(RunDir(tmp_path)))
     write(folder, written=[Written(prompt="", text="", image=name, recorded="x")])
-    assert all(path.parent == folder for path in _samples(RunDir(tmp_path)))
+    assert all(path.parent == folder for path in samples_in(RunDir(tmp_path)))

@@ -11,7 +11,8 @@ from statistics import mean
 import pytest
 from msgspec.structs import asdict
 
-from disttrain_cli.analysis.study import analyze_study, run_study_sql
+from disttrain_cli.analysis.analyze import ask
+from disttrain_cli.analysis.study import analyze_study
 from disttrain_cli.analysis.study.graph import graph_of
 from disttrain_cli.analysis.study.reader import read_study
 from disttrain_cli.analysis.study.replays import replay
@@ -88,7 +89,7 @@ def test_the_published_trace_has_a_slow_stage(published):
         "13 %",
     }
     query = found.verdict.next_command.split('"')[1]
-    assert len(run_study_sql([published[0]], query).rows) == 8
+    assert len(ask([published[0]], query).rows) == 8
 
 
 def test_a_replay_of_everything_gives_the_record_back(tmp_path):
@@ -243,11 +244,11 @@ def test_strange_rows_are_left_out_and_told(tmp_path, rows):
 def test_sql_reaches_no_other_file(tmp_path, rows):
     file = megatron.write(tmp_path / "t.parquet", rows)
     other = megatron.write(tmp_path / "secret.parquet", rows)
-    assert run_study_sql([file], "SELECT count(*) FROM operations").rows == [(len(rows),)]
+    assert ask([file], "SELECT count(*) FROM operations").rows == [(len(rows),)]
     for query in (
         f"SELECT * FROM read_parquet('{other}')",
         "CREATE TABLE t (a INT)",
         "SELECT 1; SELECT 2",
     ):
         with pytest.raises(UsageError):
-            run_study_sql([file], query)
+            ask([file], query)

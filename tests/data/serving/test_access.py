@@ -74,7 +74,7 @@ def test_serving_beyond_loopback() -> None:
         with pytest.raises(UsageError, match=r"0\.0\.0\.0") as caught:
             check_open("0.0.0.0", *missing)
         assert ("preprocess.token_file" in caught.value.why) == (missing[0] is None)
-        assert ("--tls-cert" in caught.value.why) == (missing[1] is None)
+        assert ("tls_cert" in caught.value.why) == (missing[1] is None)
     with pytest.raises(UsageError, match="belong together"):
         check_open("127.0.0.1", None, "cert", None)
 

@@ -208,7 +208,7 @@ def test_waiting_ends_with_exit_code_4(run: Run, index: Index) -> None:
     assert (
         gone in caught.value.why and "refused" in caught.value.why and caught.value.exit_code == 4
     )
-    assert "disttrain data serve" in caught.value.next_step
+    assert "disttrain_cli.data_serve" in caught.value.next_step
 
 
 def test_a_slot_at_which_workers_end_is_not_asked_for_for_ever(

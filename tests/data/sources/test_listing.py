@@ -77,7 +77,7 @@ def test_missing_empty_and_unknown_sources(tmp_path: Path) -> None:
         list_source(str(tmp_path / "nowhere"), "data.sources[0].path")
     with pytest.raises(DataError, match="is empty") as caught:
         list_source(str(tmp_path), "data.sources[0].path: here")
-    assert "data.sources[0].path: here" in str(caught.value) and "disttrain init" in str(
+    assert "data.sources[0].path: here" in str(caught.value) and "disttrain_cli.init" in str(
         caught.value
     )
     touch(tmp_path, "notes.txt", "a.tar.gz", "dataset_info.json")

@@ -141,7 +141,7 @@ def test_another_model_is_refused_by_name(
 ) -> None:
     with pytest.raises(SpecError, match=told) as caught:
         check(_after(tmp_path, change), getattr(before, kind))
-    assert "name" in caught.value.next_step and "--resume" not in caught.value.next_step
+    assert "name" in caught.value.next_step and "resume" not in caught.value.next_step
 
 
 @pytest.mark.parametrize("kind", ["checkpoint", "export"])

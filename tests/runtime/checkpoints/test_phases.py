@@ -89,4 +89,4 @@ def test_a_start_anew_needs_its_own_profile() -> None:
     data = profile.data.model_copy(update={"goes_on_from": 60})
     with pytest.raises(SpecError, match="step 60") as error:
         check_begins(profile.model_copy(update={"data": data}))
-    assert "--resume" in (error.value.next_step or "")
+    assert "resume=True" in (error.value.next_step or "")

@@ -55,7 +55,7 @@ def test_a_rank_takes_the_device_of_its_number(
 def test_a_rank_without_a_number_is_told(environment: dict[str, str]) -> None:
     with pytest.raises(SpecError, match="does not know its number") as caught:
         device_index(environment, 8)
-    assert "LOCAL_RANK" in caught.value.why and "--emit" in caught.value.next_step
+    assert "LOCAL_RANK" in caught.value.why and "disttrain_cli.emit" in caught.value.next_step
 
 
 @pytest.mark.parametrize(

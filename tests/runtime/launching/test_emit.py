@@ -22,7 +22,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from disttrain_cli.commands.init import preset_text
+from disttrain_cli.api.presets import preset_text
 from disttrain_cli.data.sample_data import write_sample_data
 from disttrain_cli.errors import SpecError
 from disttrain_cli.runtime.launching.emit.hosts import place_ranks

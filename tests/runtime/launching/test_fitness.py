@@ -39,7 +39,7 @@ def test_a_device_that_is_too_old_is_refused_unless_it_was_profiled_itself(tmp_p
             check_fit(run, other, CUDA)
         assert "compute capability 7.5; flash attention needs 8.0" in caught.value.why
         assert other.name in caught.value.why
-        assert "disttrain profile --device cuda" in caught.value.next_step
+        assert "disttrain_cli.profile(device='cuda')" in caught.value.next_step
     check_fit(run, profiled("cuda", "Tesla T4"), CUDA)
     check_fit(run, profiled("cpu", "a CPU"), torch.device("cpu"))
     # fp32 attends elsewise everywhere

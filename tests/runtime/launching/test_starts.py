@@ -69,7 +69,7 @@ def test_a_start_leaves_no_checkpoints_behind_unasked(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="step-000004") as caught:
         check_fresh(folder)
     assert caught.value.exit_code == 1 and str(folder.checkpoints) in caught.value.what
-    assert "--resume" in caught.value.next_step and "--restart" in caught.value.next_step
+    assert "resume=True" in caught.value.next_step and "restart=True" in caught.value.next_step
 
 
 def test_what_was_left_is_moved_and_told(tmp_path: Path) -> None:

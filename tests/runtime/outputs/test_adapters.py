@@ -179,7 +179,7 @@ def test_adapters_are_not_lost_or_exchanged_unseen(exported, tmp_path, kind):
     with pytest.raises(SpecError, match=r"has adapters of .*, which has none here") as caught:
         (tmp_path / "none").mkdir()
         check(written_run(tmp_path / "none"), origin)
-    assert "--merge" in caught.value.next_step
+    assert "merge=True" in caught.value.next_step
     run = adapted(
         tmp_path / "fewer", {"llm": {"lora": LORA["llm"] | {"target_modules": ["q_proj"]}}}
     )

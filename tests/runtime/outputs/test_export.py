@@ -373,7 +373,7 @@ def test_what_cannot_be_exported_leaves_nothing(tmp_path):
     run = written_run(tmp_path)
     with pytest.raises(SpecError, match="no checkpoint") as error:
         export(run, tmp_path / "out")
-    assert "disttrain train" in str(error.value)
+    assert "disttrain_cli.train" in str(error.value)
     trained(run)
     with pytest.raises(SpecError, match="step 7") as error:
         export(run, tmp_path / "out", step=7)

@@ -52,6 +52,7 @@ from disttrain_cli.analysis.result.verdicts import Cause, Place, Remedy, Straggl
 from disttrain_cli.analysis.telling import Record
 from disttrain_cli.analysis.verdict import UNEVEN, judge, rows_of, unknown
 from disttrain_cli.analysis.what_if import what_if
+from disttrain_cli.calls import call
 from disttrain_cli.errors import DataError
 from disttrain_cli.spec.learning import Learning
 from disttrain_cli.spec.trace import Job
@@ -75,9 +76,9 @@ def analyze_database(database: Database, layouts: Layouts = other_layouts) -> An
             f"it has {counted(times['recorded'], 'step')}; a measured step needs forward and"
             f" backward of every rank, and the first one is warm-up{short and f'; {short}'}",
             (
-                "Analyse without their folders (rank-*), or record more: disttrain train --steps 5"
+                f"Analyse without their folders (rank-*), or record more: {call('train', steps=5)}"
                 if short
-                else "Record more: disttrain train --steps 5"
+                else f"Record more: {call('train', steps=5)}"
             ),
         )
     database.ask_ahead("exposed_communication", "cells", "slots", "memory")

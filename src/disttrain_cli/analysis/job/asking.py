@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from disttrain_cli.analysis.cache import program
 from disttrain_cli.analysis.formats import files_of
 from disttrain_cli.analysis.result.summary import Analysis
-from disttrain_cli.analysis.sql import Table, answer, literals, lock, no_glob, open_cached
-from disttrain_cli.analysis.views import ask_published, documented_views
+from disttrain_cli.analysis.sql import literals, lock, no_glob, open_cached
+from disttrain_cli.analysis.views import ask_published
 from disttrain_cli.errors import DataError
 
 if TYPE_CHECKING:
@@ -27,8 +26,10 @@ if TYPE_CHECKING:
 _LOSSES = re.compile(r"\blosses\b", re.IGNORECASE)
 
 
-def run_sql(paths: list[Path], query: str, analyze: Callable[[list[Path]], Analysis]) -> Table:
-    """Answer one SELECT over the views; read-only, and no file but the trace can be reached.
+def open_for(
+    query: str, paths: list[Path], analyze: Callable[[list[Path]], Analysis]
+) -> DuckDBPyConnection:
+    """A connection that answers this query over the views: it can reach no file but the trace.
 
     Args:
         paths: folders of traces, or one file of Chrome JSON.
@@ -37,13 +38,12 @@ def run_sql(paths: list[Path], query: str, analyze: Callable[[list[Path]], Analy
 
     Raises:
         DataError: nothing can be read in `paths`.
-        UsageError: the query is not one SELECT statement, or DuckDB refuses it.
     """
-    with _open(paths) as connection:
-        if _LOSSES.search(query):
-            _make_losses(connection, analyze(paths))
-        lock(connection)
-        return answer(connection, query, partial(documented_views, "own"))
+    connection = _open(paths)
+    if _LOSSES.search(query):
+        _make_losses(connection, analyze(paths))
+    lock(connection)
+    return connection
 
 
 def _open(paths: list[Path]) -> DuckDBPyConnection:

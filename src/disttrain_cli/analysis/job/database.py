@@ -9,7 +9,6 @@ files and strings of a trace reach SQL only as quoted literals or parameters.
 
 from __future__ import annotations
 
-import shlex
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,6 +25,7 @@ from disttrain_cli.analysis.job.unpacking import TYPES, unpack
 from disttrain_cli.analysis.result.rows import HostClock
 from disttrain_cli.analysis.sql import connect, literals, lock, no_glob, query_text, rows_of
 from disttrain_cli.analysis.views import ask_internal, inside, publish
+from disttrain_cli.calls import call
 from disttrain_cli.costs.layout import CostedStage
 from disttrain_cli.errors import DataError
 from disttrain_cli.spec.rundir import RunDir, run_folder
@@ -180,9 +180,9 @@ def _make_sources(paths: list[Path], connection: DuckDBPyConnection) -> TraceFil
     if any(path.is_file() for path in paths):
         if len(paths) > 1:
             raise DataError(
-                "A file written with --perfetto is analysed alone",
+                "A file of own traces as Chrome JSON is analysed alone",
                 f"{len(paths)} paths are given",
-                f"disttrain analyze {shlex.quote(str(paths[0]))}",
+                call("analyze", paths[0]),
             )
         return unpack(paths[0], connection)
     return _sourced(find_traces(paths, connection), connection)

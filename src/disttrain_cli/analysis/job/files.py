@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from disttrain_cli.analysis.formats import RECORD
 from disttrain_cli.analysis.job.fitting import fitted
 from disttrain_cli.analysis.sql import literals, no_glob
+from disttrain_cli.calls import argument, spelled
 from disttrain_cli.errors import DataError, SpecError
 from disttrain_cli.spec.trace import (
     SAMPLE_COLUMNS,
@@ -102,7 +103,7 @@ def find_traces(paths: list[Path], connection: DuckDBPyConnection) -> TraceFiles
         if again:
             problems.append(
                 f"{path} holds {again[0]} once more, so it is another job and left out; "
-                "set two jobs side by side with --compare"
+                f"set two jobs side by side with {spelled(argument('compare'))}"
             )
             continue
         _read_job(folder, traces)

@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from disttrain_cli.analysis.job.files import TraceFiles
 from disttrain_cli.analysis.kineto.ingest import chunks_of
 from disttrain_cli.analysis.kineto.splitting import Reading, split_events
+from disttrain_cli.calls import call
 from disttrain_cli.errors import DataError
 from disttrain_cli.spec.progress import silent
 from disttrain_cli.spec.trace import SAMPLE_COLUMNS, SIZE_COLUMNS, STEP_COLUMNS, TRACE_COLUMNS, Job
@@ -176,7 +177,7 @@ def _damaged(file: Path, why: str) -> DataError:
     return DataError(
         f"{file} cannot be read back",
         why,
-        "Write it again: disttrain analyze RUN --perfetto FILE, or analyse the run itself.",
+        f"Write it again: {call('write_perfetto', 'RUN', file=file)}, or analyse the run itself.",
     )
 
 

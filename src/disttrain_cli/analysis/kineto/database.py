@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from disttrain_cli import __version__
-from disttrain_cli.analysis.sql import Table, answer, lock, open_cached, query_text, rows_of
-from disttrain_cli.analysis.views import ask_internal, ask_published, documented_views
+from disttrain_cli.analysis.sql import lock, open_cached, query_text, rows_of
+from disttrain_cli.analysis.views import ask_internal, ask_published
 from disttrain_cli.spec.progress import Progress, silent
 
 if TYPE_CHECKING:
@@ -79,14 +78,3 @@ def open_kineto(
         row["warning"] for row in database.sql("SELECT warning FROM internal.warnings")
     ]
     return database
-
-
-def run_kineto_sql(files: list[Path], query: str, progress: Progress = silent) -> Table:
-    """Answer one SELECT over the views; read-only, and no other file can be reached.
-
-    Raises:
-        DataError: nothing can be read in `files`.
-        UsageError: the query is not one SELECT statement, or DuckDB refuses it.
-    """
-    with open_kineto(files, progress, strangers=True).connection as connection:
-        return answer(connection, query, partial(documented_views, "kineto"))

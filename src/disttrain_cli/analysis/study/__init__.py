@@ -9,6 +9,6 @@ disttrain's traces, `advice` gives advice, `drawing` the report's pictures.
 """
 
 from disttrain_cli.analysis.study.analyze import analyze_study
-from disttrain_cli.analysis.study.reader import open_study, run_study_sql
+from disttrain_cli.analysis.study.reader import open_study
 
-__all__ = ["analyze_study", "open_study", "run_study_sql"]
+__all__ = ["analyze_study", "open_study"]

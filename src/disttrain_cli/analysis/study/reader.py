@@ -10,16 +10,14 @@ as incomplete.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from disttrain_cli.analysis.sql import Table, answer, connect, literals, no_glob
+from disttrain_cli.analysis.sql import connect, literals, no_glob
 from disttrain_cli.analysis.study.operations import BACKWARD, FORWARD, KNOWN, TRANSFERS
-from disttrain_cli.analysis.views import documented_views, explain
 from disttrain_cli.analysis.walk import Floats, Ints
 from disttrain_cli.errors import DataError
 
@@ -368,15 +366,3 @@ def _listed(numbers: list[int]) -> str:
     return ", ".join(map(str, numbers[:5])) + (
         f" and {len(numbers) - 5} more" if len(numbers) > 5 else ""
     )
-
-
-def run_study_sql(files: list[Path], query: str) -> Table:
-    """Answer one SELECT over the view `operations`; read-only, and no other file can be reached.
-
-    Raises:
-        DataError: no file can be read.
-        UsageError: the query is not one SELECT statement, or DuckDB refuses it.
-    """
-    with open_study(files)[0] as connection:
-        explain(connection, "study")
-        return answer(connection, query, partial(documented_views, "study"))

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from disttrain_cli.calls import call
 from disttrain_cli.errors import SpecError
 from disttrain_cli.spec.runfile import Run
 from disttrain_cli.spec.runfile.preprocess import WORKER_SCHEMES, worker_host
@@ -95,5 +96,5 @@ def _parts(address: str, name: str) -> tuple[str, str]:
         raise SpecError(
             f"{name}: {address!r} is not the address of a worker",
             str(error),
-            "disttrain data serve shows the addresses of its workers.",
+            f"{call('data_serve')} shows the addresses of its workers.",
         ) from None

@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Callable
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 
+from disttrain_cli.calls import call
 from disttrain_cli.data.index import Index
 from disttrain_cli.data.ordering.orders import Orders
 from disttrain_cli.data.preparing import Prepared, Request
@@ -137,7 +138,7 @@ class Workers:
                     f"The preprocessing worker {connection.address} did not prepare {what} in"
                     f" {self._wait_s:g} s (preprocess.wait_s)",
                     "It lives and sends no answer: its disk or decoding may hang.",
-                    "Start it again, disttrain data serve, then: disttrain train --resume",
+                    f"Start it again, {call('data_serve')}, then: {call('train', resume=True)}",
                 )
             if waited_s >= SLOW_S:
                 self._say_now_and_then(
@@ -180,7 +181,7 @@ class Workers:
         return RankFailedError(
             f"No preprocessing worker answered for {self._wait_s:g} s (preprocess.wait_s)",
             "\n".join(reasons),
-            "Start them again, disttrain data serve, then: disttrain train --resume",
+            f"Start them again, {call('data_serve')}, then: {call('train', resume=True)}",
         )
 
     def _say_waiting(self, waited_s: float) -> None:
@@ -272,7 +273,7 @@ def check_workers(
             f" {run.file.train.ends_by}",
             "preprocessing workers answer no request beyond the last step of their run file",
             f"Raise {run.file.train.ends_by} to as many in the run file, and start the"
-            " workers again: disttrain data serve",
+            f" workers again: {call('data_serve')}",
         )
     access, identity = access_of(run), identity_of(run, layout, index, profile)
 

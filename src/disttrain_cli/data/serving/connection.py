@@ -144,8 +144,8 @@ class Connection:
         if told.startswith(b'{"kind"'):
             about = json.loads(told)
             if about["kind"] == "data":
-                what = f"{about['about']['what']} (preprocessing worker {self.address})"
-                return DataError(what, about["about"]["why"], about["about"]["next_step"])
+                what, why, next_step = about["about"]
+                return DataError(f"{what} (preprocessing worker {self.address})", why, next_step)
             try:
                 check_same(self.address, about["about"], self._own)
             except DisttrainError as mismatch:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from importlib import metadata
 
 from disttrain_cli import __version__
+from disttrain_cli.calls import call
 from disttrain_cli.data.index import Index
 from disttrain_cli.data.latents import described
 from disttrain_cli.errors import MismatchError
@@ -57,7 +58,7 @@ def check_same(address: str, theirs: Identity, ours: Identity) -> None:
         raise MismatchError(
             f"The preprocessing worker {address} is not of this run",
             "\n".join(lines),
-            "Start it again with this run's files, program and data: disttrain data serve",
+            f"Start it again with this run's files, program and data: {call('data_serve')}",
         )
 
 

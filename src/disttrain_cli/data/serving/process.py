@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from disttrain_cli.calls import argument
 from disttrain_cli.data.index import read_index
 from disttrain_cli.data.ordering.orders import Orders
 from disttrain_cli.data.ordering.shared_orders import SharedOrders
@@ -61,7 +62,7 @@ def main(task: Task) -> None:
     try:
         worker = open_worker(task)
     except DisttrainError as error:
-        _tell({"error": {"what": error.what, "why": error.why, "next_step": error.next_step}})
+        _tell({"error": error.parts})
         sys.exit(error.exit_code)
     _tell({"port": worker.port})
     sys.stdin.read()
@@ -84,8 +85,8 @@ def open_worker(task: Task) -> Worker:
     token = None if token_file is None else read_token(run.resolve(token_file))
     if task.tls_cert is not None and task.tls_key is not None:
         tls = (
-            read_secret(Path(task.tls_cert), "--tls-cert"),
-            read_secret(Path(task.tls_key), "--tls-key"),
+            read_secret(Path(task.tls_cert), argument("tls_cert")),
+            read_secret(Path(task.tls_key), argument("tls_key")),
         )
     index = read_index(run, profile.inputs)
     orders = SharedOrders(Orders(run.file, plan.plan, index, profile))
@@ -104,7 +105,8 @@ def open_worker(task: Task) -> Worker:
         raise DisttrainError(
             f"A preprocessing worker cannot listen on {address}",
             str(error),
-            "Choose other ports, --port, or end what uses them; check --tls-cert and --tls-key.",
+            f"Choose other ports, {argument('port')}, or end what uses them; check"
+            f" {argument('tls_cert')} and {argument('tls_key')}.",
         ) from None
 
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from disttrain_cli.calls import argument, call
 from disttrain_cli.data.serving.access import is_loopback
 from disttrain_cli.data.serving.process import Task
 from disttrain_cli.errors import DisttrainError, UsageError
@@ -43,16 +44,16 @@ def check_open(
     """Raise UsageError if a worker would serve beyond this machine without TLS and a token."""
     if (tls_cert is None) != (tls_key is None):
         raise UsageError(
-            "--tls-cert and --tls-key belong together",
+            f"{argument('tls_cert')} and {argument('tls_key')} belong together",
             "given: only one of them",
-            "disttrain data serve --help",
+            call("data_serve", help=True),
         )
     if is_loopback(host) or (token_file is not None and tls_cert is not None):
         return
     missing = [
         name
         for name, value in (
-            ("--tls-cert and --tls-key", tls_cert),
+            (f"{argument('tls_cert')} and {argument('tls_key')}", tls_cert),
             ("preprocess.token_file", token_file),
         )
         if value is None
@@ -60,7 +61,8 @@ def check_open(
     raise UsageError(
         f"Serving on {host} opens the data to the network: that needs TLS and a token",
         f"missing: {', '.join(missing)}",
-        "Give --tls-cert FILE --tls-key FILE, and preprocess.token_file in the run file; or serve"
+        f"Give {argument('tls_cert')} and {argument('tls_key')}, and preprocess.token_file in the"
+        " run file; or serve"
         " on 127.0.0.1.",
     )
 
@@ -127,8 +129,7 @@ def _port(process: Process) -> int:
         )
     told = json.loads(line)
     if "error" in told:
-        error = told["error"]
-        raise DisttrainError(error["what"], error["why"], error["next_step"])
+        raise DisttrainError(*told["error"])
     return int(told["port"])
 
 

@@ -101,9 +101,7 @@ class Worker(flight.FlightServerBase):
                 permit.sent()
                 yield message
         except DataError as error:
-            raise _told(
-                "data", {"what": error.what, "why": error.why, "next_step": error.next_step}
-            ) from None
+            raise _told("data", error.parts) from None
         finally:  # also when the client is gone
             if work is not None:
                 work.cancel()
@@ -125,7 +123,7 @@ class _TokenCheck(flight.ServerMiddlewareFactory):
             raise flight.FlightUnauthenticatedError("the token is wrong or missing")
 
 
-def _told(kind: str, about: dict[str, str]) -> flight.FlightServerError:
+def _told(kind: str, about: dict[str, str] | list[str]) -> flight.FlightServerError:
     """Return an error that `connection` translates to one of this package."""
     return flight.FlightServerError(
         kind, extra_info=json.dumps({"kind": kind} | {"about": about}).encode()

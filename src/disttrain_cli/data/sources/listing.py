@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
+from disttrain_cli.calls import call
 from disttrain_cli.data.modalities.registry import MEDIA
 from disttrain_cli.data.sources.declared_splits import declared_splits
 from disttrain_cli.data.sources.files import (
@@ -104,8 +105,8 @@ def list_source(
             splits without one to train on; or the URL cannot be reached.
     """
     hint = (
-        "Correct data.sources in the run file, or write an example with: disttrain init DIR"
-        " --sample-data"
+        "Correct data.sources in the run file, or write an example with:"
+        f" {call('init', 'DIR', sample_data=True)}"
     )
     given = f"given by {printable(field)}"
     form = _form(without_query(path))

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from disttrain_cli.calls import argument, call
 from disttrain_cli.errors import DisttrainError, SpecError
 from disttrain_cli.runtime.checkpoints.boxes import Pieces
 from disttrain_cli.runtime.checkpoints.folder import (
@@ -182,7 +183,11 @@ class Saver:
                 f"The checkpoint of step {step} could not be written",
                 "\n".join(_shown(reasons)),
                 f"See that there is room in {self._checkpoints}; then "
-                + (f"go on from {newest.name} with --resume." if newest else "start again."),
+                + (
+                    f"go on from {newest.name} with {argument('resume', True)}."
+                    if newest
+                    else "start again."
+                ),
             )
             failed.on_every_rank = True
             raise failed from None
@@ -325,8 +330,8 @@ class Opened:
             raise SpecError(
                 f"The checkpoint {self._folder} lacks the layers {', '.join(sorted(lacking))}",
                 next_step=(
-                    "Go on from a checkpoint of this model, or start anew: disttrain train"
-                    " --restart"
+                    f"Go on from a checkpoint of this model, or start anew:"
+                    f" {call('train', restart=True)}"
                 ),
             )
         read = {

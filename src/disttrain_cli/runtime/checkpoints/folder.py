@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from disttrain_cli.calls import argument, call
 from disttrain_cli.errors import MismatchError, SpecError
 from disttrain_cli.spec.files import parse_json
 from disttrain_cli.spec.profile import Profile
@@ -22,7 +23,7 @@ from disttrain_cli.spec.runfile import Run
 from disttrain_cli.spec.runfile.adapters import numbers
 
 VERSION = 3
-ANEW = "start at step 0 with --restart"
+ANEW = f"start at step 0 with {argument('restart', True)}"
 DESCRIPTION, TENSORS = "checkpoint.json", "tensors.json"
 
 
@@ -183,7 +184,7 @@ REMEDIES = {
     "phases": (
         "data with other weights",
         "profile and plan again, which keeps those of the steps before the newest checkpoint:"
-        " disttrain profile && disttrain plan",
+        f" {call('profile')} && {call('plan')}",
     ),
     "seed": ("another seed", "give train.seed its old value"),
     "global_batch_size": (
@@ -233,7 +234,7 @@ def check_tied(folder: Path, shared: Iterable[str]) -> None:
             f"The checkpoint {folder} has a head that was trained apart from its embedding",
             f"it holds {', '.join(apart)}; tie_word_embeddings: true makes them one weight",
             "Set tie_word_embeddings: false in the LLM's config, and start a run from its weights:"
-            f" disttrain train --from {folder}",
+            f" {call('train', origin=folder)}",
         )
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from disttrain_cli.calls import argument, call
 from disttrain_cli.errors import SpecError
 from disttrain_cli.runtime.checkpoints.folder import (
     DESCRIPTION,
@@ -167,13 +168,13 @@ def _check_adapted(run: Run, folder: Path, modules: list[str]) -> None:
             raise SpecError(
                 f"{folder} has adapters of {name}, which has none here",
                 f"model.modules.{name}.lora is not given",
-                "Give it the lora that it had; or export with --merge, and start from what that"
-                " wrote.",
+                "Give it the lora that it had; or export with"
+                f" {argument('merge', True)}, and start from what that wrote.",
             )
         there = (
             describe(folder).get("adapters", {}).get(name, {})
             if _is_checkpoint(folder)
-            else read_fields(folder / name, "--from")
+            else read_fields(folder / name, argument("origin"))
         )
         check_alike(lora, there, folder)
 
@@ -187,8 +188,8 @@ def _check_latents(run: Run, folder: Path, modules: list[str]) -> None:
         if run.file.model.modules[name].cached_latents and source_of(run, name, "vae") is None:
             raise SpecError(
                 f"The latents of {name} are not those that the weights in {folder} know",
-                "disttrain data latents draws the weights of its VAE from this run's seed",
-                f"Set model.modules.{name}.vae_folder to the VAE of that run (disttrain export"
+                f"{call('data_latents')} draws the weights of its VAE from this run's seed",
+                f"Set model.modules.{name}.vae_folder to the VAE of that run ({call('export')}"
                 " writes it), or cached_latents: false.",
             )
 
@@ -377,7 +378,10 @@ def _from_export(folder: Path, run: Run, layers: list[PipelineLayer], fill: Fill
                 f"There are no weights of {of_part.name} in {folder}", "", _another(folder)
             )
         return Source(
-            "--from", of_part, *published_as(read_configs(run)[module], part), otherwise=ANEW
+            argument("origin"),
+            of_part,
+            *published_as(read_configs(run)[module], part),
+            otherwise=ANEW,
         )
 
     notes = load_into(layers, run, source, fill)
@@ -399,7 +403,7 @@ def _from_export(folder: Path, run: Run, layers: list[PipelineLayer], fill: Fill
     for module in adapted:
         mine = [layer for layer in layers if layer.module == module]
         if mine:
-            fill_adapters(mine, run, module, folder / module, "--from", fill)
+            fill_adapters(mine, run, module, folder / module, argument("origin"), fill)
             notes.append(f"{module}: adapters from {folder / module}.")
     return notes
 

@@ -3,6 +3,7 @@ does."""
 
 from __future__ import annotations
 
+from disttrain_cli.calls import call
 from disttrain_cli.data.index import Index
 from disttrain_cli.data.mixtures import Phases, go_on
 from disttrain_cli.errors import SpecError
@@ -24,6 +25,6 @@ def check_begins(profile: Profile) -> None:
         raise SpecError(
             f"The profile goes on from a checkpoint of step {profile.data.goes_on_from}",
             "that run mixed its sources otherwise than the run file does",
-            "Go on from it: disttrain train --resume. Or move the checkpoints away, and start anew:"
-            " disttrain profile && disttrain plan && disttrain train",
+            f"Go on from it: {call('train', resume=True)}. Or move the checkpoints away, and start"
+            f" anew: {call('profile')} && {call('plan')} && {call('train')}",
         )

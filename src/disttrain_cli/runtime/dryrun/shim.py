@@ -15,6 +15,7 @@ import tempfile
 from importlib.resources import files
 from pathlib import Path
 
+from disttrain_cli.calls import call
 from disttrain_cli.errors import DisttrainError
 
 COMPILERS = ("c++", "g++", "clang++")
@@ -115,7 +116,8 @@ def _compile(source: str, torch: Path, library: Path) -> None:
         raise DisttrainError(
             "There is no C++ compiler",
             f"looked for {', '.join(COMPILERS)}",
-            "Install one (Debian: apt-get install g++), or leave out --device cuda.",
+            f"Install one (Debian: apt-get install g++), or show the ranks alone:"
+            f" {call('dry_run')}",
         )
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         text, made = Path(folder, "fake_cuda.cpp"), Path(folder, "fake_cuda.so")

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from disttrain_cli.calls import call
 from disttrain_cli.errors import DisttrainError
 from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.stage_graph import RankCoords
@@ -106,8 +107,8 @@ def not_finite(
         f"Step {step}{after} is not finite: {first}",
         f"{values}, gradient norm {norm:g}; nothing was saved",
         "Lower train.optimizer.lr or raise warmup_steps, and go on from the last checkpoint"
-        " (disttrain train --resume) or, where there is none, start again; or leave such steps out:"
-        " train.on_bad_loss: skip",
+        f" ({call('train', resume=True)}) or, where there is none, start again; or leave such steps"
+        " out: train.on_bad_loss: skip",
     )
 
 
@@ -161,5 +162,5 @@ def memory_advice(coords: RankCoords, layout: Layout) -> str:
     changes += [f"tp: {2 * unit.tp} or more pp for unit {unit.name}"]
     return (
         f"Change plan.yaml: {', or '.join(changes)}. Or plan again with a lower cluster.memory_gib:"
-        " disttrain plan"
+        f" {call('plan')}"
     )

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from disttrain_cli.calls import argument, spelled
 from disttrain_cli.costs.buckets import buckets
 from disttrain_cli.models.division import shard_of, whole_shape
 from disttrain_cli.models.layer import PipelineLayer
@@ -119,7 +120,7 @@ def beyond_schedule(run: Run, total: int) -> list[str]:
         [
             f"warning: {', '.join(idle)}: the schedule ends at {field}, {end}, and the learning"
             f" rate is 0 from there on. To learn in all {total} steps, raise {field} to as many"
-            " instead of --steps."
+            f" instead of {spelled(argument('steps'))}."
         ]
         if idle
         else []

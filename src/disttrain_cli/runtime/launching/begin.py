@@ -14,6 +14,7 @@ import socket
 import sys
 from pathlib import Path
 
+from disttrain_cli.calls import Reader, read_by
 from disttrain_cli.errors import DisttrainError
 from disttrain_cli.runtime.checkpoints.folder import latest
 from disttrain_cli.runtime.checkpoints.phases import check_begins
@@ -82,6 +83,7 @@ def check_port(port: int) -> None:
 
 def main(arguments: list[str]) -> None:
     """Entry: JOB_FILE [--again N] [--port P]."""
+    read_by(Reader(shell=True))
     parser = argparse.ArgumentParser()
     parser.add_argument("job", type=Path)
     parser.add_argument("--again", type=int, default=0)

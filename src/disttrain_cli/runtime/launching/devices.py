@@ -11,6 +11,7 @@ from typing import Literal
 
 import torch
 
+from disttrain_cli.calls import argument, call
 from disttrain_cli.errors import DisttrainError, SpecError
 from disttrain_cli.models.host import use_cuda
 
@@ -30,7 +31,8 @@ def local_rank(environment: Mapping[str, str]) -> int:
             "A rank does not know its number on its host",
             f"LOCAL_RANK: {environment.get('LOCAL_RANK', 'not set')}, SLURM_LOCALID: "
             f"{environment.get('SLURM_LOCALID', 'not set')}",
-            "Start the ranks with the scripts of: disttrain train --emit torchrun|slurm",
+            f"Start the ranks with the scripts of: {call('emit', kind='slurm')}, or"
+            f" {argument('kind', 'torchrun')}",
         )
     return int(told)
 
@@ -55,7 +57,7 @@ def device_index(environment: Mapping[str, str], visible: int) -> int:
                 if named is None
                 else f"CUDA_VISIBLE_DEVICES: {named!r}"
             ),
-            "Start the ranks where the devices are, or profile again: disttrain profile",
+            f"Start the ranks where the devices are, or profile again: {call('profile')}",
         )
     return local_rank(environment) % visible
 

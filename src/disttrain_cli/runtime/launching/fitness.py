@@ -11,6 +11,7 @@ import socket
 
 import torch
 
+from disttrain_cli.calls import call
 from disttrain_cli.errors import DisttrainError, SpecError
 from disttrain_cli.models.architectures import read_configs
 from disttrain_cli.models.attention import CAPABILITY, HEAD_STEP, WIDEST_HEAD
@@ -40,8 +41,8 @@ def check_fit(run: Run, profiled: DeviceProfile, device: torch.device) -> None:
             " prices",
             f"compute capability {_dotted(capability)}; flash attention needs"
             f" {_dotted(CAPABILITY)}. The plan was made for: {profiled.name}",
-            "Use such devices, or profile this one and plan again: disttrain profile --device cuda"
-            " && disttrain plan",
+            "Use such devices, or profile this one and plan again:"
+            f" {call('profile', device='cuda')} && {call('plan')}",
         )
     for module, config in read_configs(run).items():
         width = head_width(config.config) if hasattr(config.config, "num_attention_heads") else 0
@@ -85,14 +86,14 @@ def check_memory(
             f"it has {total_gib:.1f} GiB; {stage}. The plan was "
             f"made for: {profiled.name}, {profiled.memory_gib:.1f} GiB",
             f"Use such devices, or plan for these: set cluster.memory_gib: {total_gib:.1f}, then"
-            " disttrain plan",
+            f" {call('plan')}",
         )
     if free_gib + profiled.context_gib < peak_gib:  # this process has its context already
         raise DisttrainError(
             f"{where} has too little memory left",
             f"{free_gib:.1f} of {total_gib:.1f} GiB are free; {stage}",
             "See who uses it, and end that: nvidia-smi. Or plan with less: set cluster.memory_gib,"
-            " then disttrain plan",
+            f" then {call('plan')}",
         )
 
 

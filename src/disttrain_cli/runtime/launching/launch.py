@@ -301,7 +301,7 @@ def _tell(pipe: int, rank: int, error: DisttrainError) -> None:
     so."""
     limit = select.PIPE_BUF
     while True:
-        words = [text[:limit] for text in (error.what, error.why, error.next_step)]
+        words = [text[:limit] for text in error.parts]
         line = json.dumps({"rank": rank, "error": words}).encode() + b"\n"
         if len(line) <= select.PIPE_BUF:
             os.write(pipe, line)

@@ -105,7 +105,7 @@ def _verdict(
     except DisttrainError as error:
         return {
             "unequal": isinstance(error, MismatchError),
-            "error": [error.what, error.why, error.next_step],
+            "error": error.parts,
         }
 
 

@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
+from disttrain_cli.calls import Reader, argument, call, read_by
 from disttrain_cli.errors import DisttrainError, SpecError
 from disttrain_cli.runtime.launching.ending import Ending, begin_ending
 from disttrain_cli.spec.files import Strict, parse_json, validate
@@ -40,7 +41,7 @@ class JobFile(Strict):
 
 def read_job_file(path: Path) -> JobFile:
     """Read and check a job file; raises SpecError."""
-    again = "Write it again: disttrain train --emit torchrun --out DIR"
+    again = f"Write it again: {call('emit', kind='torchrun', out='DIR')}"
     return validate(JobFile, parse_json(path, "job file", again), path, "job file", again)
 
 
@@ -104,18 +105,21 @@ def place_in_job(job: JobFile) -> int:
         raise SpecError(
             f"{', '.join(missing)} not set in a rank's environment",
             "torchrun and srun set them",
-            "Start the ranks with the scripts of: disttrain train --emit torchrun|slurm",
+            f"Start the ranks with the scripts of: {call('emit', kind='slurm')}, or"
+            f" {argument('kind', 'torchrun')}",
         )
     if int(os.environ["WORLD_SIZE"]) != job.ranks:
         raise SpecError(
             f"{os.environ['WORLD_SIZE']} ranks were started for a plan of {job.ranks}",
-            next_step="Write the scripts again: disttrain train --emit torchrun|slurm",
+            next_step=f"Write the scripts again: {call('emit', kind='slurm')}, or"
+            f" {argument('kind', 'torchrun')}",
         )
     return int(os.environ["RANK"])
 
 
 def main(arguments: list[str]) -> None:
     """Entry of a rank that torchrun or srun starts: JOB_FILE."""
+    read_by(Reader(shell=True))
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ["PYTHONUNBUFFERED"] = "1"
     try:

@@ -11,9 +11,11 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from disttrain_cli.calls import argument, call
 from disttrain_cli.errors import DisttrainError, SpecError
 from disttrain_cli.runtime.checkpoints.folder import check_belongs, latest, made_from
 from disttrain_cli.runtime.launching import launch as launching
@@ -127,7 +129,7 @@ def _check_writable(folder: Path) -> None:
         ) from None
 
 
-def check_fresh(folder: RunDir) -> None:
+def check_fresh(folder: RunDir, call_of: Callable[..., str] = partial(call, "train")) -> None:
     """SpecError where a start at step 0 would leave checkpoints behind that nobody said are not
     wanted."""
     newest = latest(folder.checkpoints)
@@ -135,8 +137,8 @@ def check_fresh(folder: RunDir) -> None:
         raise SpecError(
             f"There are checkpoints of an earlier training in {folder.checkpoints}",
             f"the newest is {newest.name}",
-            "Go on from it: disttrain train --resume. Or start at step 0 and move what is there to "
-            "earlier/: disttrain train --restart",
+            f"Go on from it: {call_of(resume=True)}. Or start at step 0 and move what is"
+            f" there to earlier/: {call_of(restart=True)}",
         )
 
 
@@ -172,17 +174,16 @@ def step_to_resume(run: Run, profile: Profile, folder: RunDir, total: int) -> in
         raise SpecError(
             f"There is no checkpoint to resume from in {folder.checkpoints}",
             f"an earlier start left some: {earlier[-1]}" if earlier else "",
-            f"Move the folders in {earlier[-1]} there, or start without --resume."
+            f"Move the folders in {earlier[-1]} there, or start without {argument('resume', True)}."
             if earlier
-            else "Start without --resume.",
+            else f"Start without {argument('resume', True)}.",
         )
     step = check_belongs(newest, made_from(run, profile))
     if step >= total:
         raise SpecError(
             f"The newest checkpoint is of step {step}, and the run ends at step {total}",
-            next_step=(
-                f"Raise {run.file.train.ends_by} in the run file, then: disttrain train --resume"
-            ),
+            next_step=f"Raise {run.file.train.ends_by} in the run file, then:"
+            f" {call('train', resume=True)}",
         )
     return step
 

@@ -30,6 +30,7 @@ import torch
 from pydantic import BaseModel
 from torch import Tensor
 
+from disttrain_cli.calls import argument, call
 from disttrain_cli.data.tokenizer import NONE, Tokenizer, read_tokenizer
 from disttrain_cli.errors import SpecError
 from disttrain_cli.models.adapter_folder import Adapted, one_adapter, write_adapter
@@ -203,7 +204,7 @@ def _checkpoint(run: Run, step: int | None) -> Path:
         raise SpecError(
             what,
             f"steps there: {steps}" if there else "",
-            "" if there else "Train first: disttrain train",
+            "" if there else f"Train first: {call('train')}",
         )
     return folder
 
@@ -216,7 +217,7 @@ def _averaged(run: Run, opened: checkpoint.Opened, folder: Path) -> set[str]:
         raise SpecError(
             f"The checkpoint {folder} has no moving averages",
             "train.ema of the run file asks for them.",
-            "Export without --ema for the weights themselves.",
+            f"Export without {argument('ema', True)} for the weights themselves.",
         )
     return modules
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from disttrain_cli.calls import argument, call
 from disttrain_cli.data.digits import check_judge
 from disttrain_cli.errors import DataError, DisttrainError, MismatchError, SpecError, UsageError
 from disttrain_cli.models.graph import describe
@@ -65,7 +65,9 @@ def sample(
     check_judge(run)
     inputs = describe(run)
     if wish.count and not inputs.generators:
-        raise UsageError("The model draws no images", "it has no generator", "Leave --count out.")
+        raise UsageError(
+            "The model draws no images", "it has no generator", f"Leave {argument('count')} out."
+        )
     files = [_read_image(path, inputs.image, inputs.llm) for path in wish.images]
     pictures: list[tuple[str | None, bytes | None]] = [
         (str(path), data) for path, data in zip(wish.images, files, strict=True)
@@ -121,7 +123,7 @@ def find(
         raise SpecError(
             f"There is no checkpoint {path}",
             "a checkpoint is a folder such as runs/tiny/checkpoints/step-000120",
-            "Name one, or a run file: disttrain sample RUN.yaml",
+            f"Name one, or a run file: {call('sample', 'RUN')}",
         )
     checkpoints = path if path.name == "checkpoints" else path / "checkpoints"
     folder = path if (path / DESCRIPTION).is_file() else _newest(checkpoints, path)
@@ -134,14 +136,14 @@ def _newest(checkpoints: Path, asked: Path) -> Path:
         raise SpecError(
             f"{asked} is an export, not a checkpoint",
             "its folders are for transformers and diffusers",
-            "Name the run or checkpoint that it came from, or train from it: disttrain train"
-            " --from " + shlex.quote(str(asked)),
+            f"Name the run or checkpoint that it came from, or train from it:"
+            f" {call('train', origin=asked)}",
         )
     if folder is None:
         raise SpecError(
             f"There is no checkpoint of {asked}",
             f"none in {checkpoints}",
-            "Train first: disttrain train",
+            f"Train first: {call('train')}",
         )
     return folder
 
@@ -161,7 +163,8 @@ def _run_above(folder: Path, settings: Sequence[str]) -> Run:
     raise MismatchError(
         f"No run file above {folder} describes its model",
         "\n".join([f"model of the checkpoint: {model}", *tried]),
-        "Name the run file that it was trained with: disttrain sample CHECKPOINT --run RUN.yaml",
+        "Name the run file that it was trained with:"
+        f" {call('sample', 'CHECKPOINT', run_file='RUN')}",
     )
 
 
@@ -171,8 +174,8 @@ def _check_model(run: Run, folder: Path) -> None:
         raise MismatchError(
             f"The checkpoint {folder} was made from another model than {run.path} describes",
             f"model of the checkpoint: {theirs}; of the run file: {ours}",
-            "Restore the model section of the run file, or name the run file that it was trained "
-            "with: --run RUN.yaml",
+            "Restore the model section of the run file, or name the run file that it was trained"
+            f" with: {argument('run_file', 'RUN')}",
         )
     check_belongs(folder, model_of(run))
 
@@ -183,7 +186,7 @@ def _read_image(path: Path, head: ImageInput | None, llm: str) -> bytes:
         raise UsageError(
             "This model reads no images",
             f"it has no image encoder before {llm}",
-            "Leave --image out: disttrain sample --prompt TEXT",
+            f"Leave {argument('images')} out: {call('sample', prompts='TEXT')}",
         )
     try:
         data = path.read_bytes()

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel, Field
 
+from disttrain_cli.calls import call
 from disttrain_cli.costs.layout import stages_of
 from disttrain_cli.data.index import Index
 from disttrain_cli.data.index_checks import check_profiled_data
@@ -194,7 +195,7 @@ def _host(folder: RunDir, name: str) -> dict[str, Any]:
         raise SpecError(
             "The processes of the rehearsal left no account of themselves",
             str(folder.logs),
-            "Rehearse again: disttrain train --rehearse",
+            f"Rehearse again: {call('rehearse')}",
         )
     late_ms = np.concatenate([one["late_ms"] for one in told])
     operations = sum(one["operations"] for one in told)

@@ -10,7 +10,6 @@ circle.
 
 from __future__ import annotations
 
-import shlex
 import signal
 import socket
 import time
@@ -19,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from disttrain_cli.calls import call
 from disttrain_cli.errors import RankLostError
 from disttrain_cli.runtime.watching.flight import records
 from disttrain_cli.runtime.watching.pulse import State, interval_s, read_state
@@ -172,16 +172,15 @@ class HangWatch:
         )
         if records():
             dumps = flight_recorder(self._logs)
-            command = shlex.join(["disttrain", "analyze", str(dumps)])
             lines.append(
                 "Which collective they wait in, and who has not joined it, ranks dump as they end"
-                f" (PyTorch's flight recorder): {command}"
+                f" (PyTorch's flight recorder): {call('explain_hang', dumps)}"
             )
         lost = RankLostError(
             what,
             "\n".join(lines),
             "Read those logs, and go on from the newest checkpoint, if there "
-            "is one: disttrain train --resume",
+            f"is one: {call('train', resume=True)}",
         )
         lost.rank = hang.causes[0] if len(hang.causes) == 1 and not hang.circle else None
         return lost

@@ -14,6 +14,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PrivateAttr, model_validator
 
+from disttrain_cli.calls import call
 from disttrain_cli.errors import SpecError
 from disttrain_cli.spec import hub
 from disttrain_cli.spec.families.folder import PublishedFolder, read_folder
@@ -236,7 +237,7 @@ def read_run(path: Path | str, *settings: str) -> Run:
     """
     path = Path(path)
     value = parse_yaml(
-        path, "run file", "Write one with: disttrain init DIR --preset tiny --sample-data"
+        path, "run file", f"Write one with: {call('init', 'DIR', preset='tiny', sample_data=True)}"
     )
     value, changed = with_settings(value, settings)
     named = fetched(value, path.resolve().parent)

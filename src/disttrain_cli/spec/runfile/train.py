@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PrivateAttr, model_validator
 
+from disttrain_cli.calls import call
 from disttrain_cli.errors import SpecError
 from disttrain_cli.spec.files import Strict
 from disttrain_cli.spec.runfile.bounds import MOST_S, MOST_SEQUENCES, MOST_STEPS
@@ -269,7 +270,7 @@ class TrainSpec(Strict):
             raise SpecError(
                 f"train.epochs: {self.epochs:g} are not known in steps yet",
                 "how many packed sequences an epoch has is known once the data are profiled",
-                "disttrain profile",
+                call("profile"),
             )
         steps = self.epochs * self._sequences / self.global_batch_size
         return max(1, math.ceil(round(steps, 6)))

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from disttrain_cli.calls import call
 from disttrain_cli.errors import SpecError
 from disttrain_cli.spec.hostfile import Host, read_hostfile
 from disttrain_cli.spec.runfile import Run
@@ -93,6 +94,6 @@ def _too_few(graph: StageGraph, hosts: Sequence[Host], most: int) -> SpecError:
     return SpecError(
         what,
         why,
-        "Name more hosts in cluster.hostfile or cluster.nodes, or plan for fewer GPUs: "
-        "disttrain plan --gpus N",
+        "Name more hosts in cluster.hostfile or cluster.nodes, or plan for fewer GPUs:"
+        f" {call('plan', gpus='N')}",
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from disttrain_cli.calls import argument, call
 from disttrain_cli.errors import SpecError
 from disttrain_cli.runtime.launching.emit import jobset, skypilot, slurm, torchrun
 from disttrain_cli.runtime.launching.emit.hosts import hosts_of, numbered_nodes, place_ranks
@@ -43,9 +44,9 @@ def check_startable(
             "Ranks that others start are not planned anew",
             "train.on_straggler: replan; a scheduler gives and takes hosts, and starts as many"
             " ranks as the plan has",
-            "Set train.on_straggler: tell, and let the job end with its verdict: disttrain watch"
-            ' --fail-if "verdict.cause == worker"; then leave the host out, plan, and write the'
-            " scripts again.",
+            "Set train.on_straggler: tell, and end the job by its verdict"
+            f" ({call('watch')}, {argument('condition', 'verdict.cause == worker')}); then leave"
+            " the host out, plan, and write the scripts again.",
         )
     serving = cluster.cpu_nodes > 0 and not preflight
     files = named_files(run)
@@ -102,7 +103,7 @@ def check_planned(run: Run, plan: Plan, profile: Profile, kind: str) -> list[str
             f"plan.left_out: {', '.join(map(str, plan.plan.left_out))}; scripts start ranks on"
             " all devices of the hosts that they are given",
             "Give the job other hosts (cluster.hostfile, sbatch --exclude), and plan again:"
-            " disttrain plan --gpus N",
+            f" {call('plan', gpus='N')}",
         )
     if kind == "torchrun":
         place_ranks(stage_graph(plan.plan, profile.inputs.llm), hosts_of(run))

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from disttrain_cli.calls import argument
 from disttrain_cli.errors import SpecError
 from disttrain_cli.spec import hub
 from disttrain_cli.spec.runfile import Run
@@ -93,7 +94,7 @@ def check_mounted(run: Run, mount: str, files: Sequence[Path], field: str) -> No
             f"Containers would not find {outside[0]}",
             f"{field}: {mount} is all that they mount",
             "Mount the volume here under the path that it has there, put the run file, runs/, the"
-            " plan, --out, data and models on it, and emit from there.",
+            f" plan, {argument('out')}, data and models on it, and emit from there.",
         )
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import yaml
 
+from disttrain_cli.calls import argument, call, spelled
 from disttrain_cli.errors import DataError, SpecError, UsageError
 from disttrain_cli.spec.progress import Progress
 
@@ -87,16 +88,18 @@ def own_run(folder: Path, model: str, data: str, devices: int, progress: Progres
     from disttrain_cli.spec.hub import is_name, snapshot
     from disttrain_cli.spec.index import UNREAD, VIDEOS
 
-    for option, given in (("--folder", model), ("--data", data)):
+    for name, given in (("model", model), ("data", data)):
         if not given:
-            raise UsageError(f"{option} is empty", "", f"Give a path or a name after {option}.")
+            raise UsageError(f"{argument(name)} is empty", "", "Give a path or a name.")
     named = is_name(model, Path.cwd())
-    path = snapshot(model, "--folder").path if named else Path(model).resolve()
-    config = parse_json(path / "config.json", "model configuration", "Correct --folder.")
+    path = snapshot(model, argument("model")).path if named else Path(model).resolve()
+    config = parse_json(
+        path / "config.json", "model configuration", f"Correct {argument('model')}."
+    )
     fields = _model_fields(path, config)
     url = "://" in data
     if not (url or Path(data).exists()):
-        raise DataError(f"There is no data at {data}", next_step="Correct --data.")
+        raise DataError(f"There is no data at {data}", next_step=f"Correct {argument('data')}.")
     # a folder of its own: the run's holds nothing until its file is written
     with tempfile.TemporaryDirectory() as scratch:
         given = model if named else str(path)
@@ -126,7 +129,9 @@ def own_run(folder: Path, model: str, data: str, devices: int, progress: Progres
         values["data"] = _quoted(_beside(Path(data), folder))
     given = model if named else _beside(path, folder)
     text = TEXT.substitute(values | chosen | _filled(fields, given))
-    lost = f"{len(index.skipped):,} samples cannot be used: disttrain data check lists them"
+    lost = spelled(
+        f"{len(index.skipped):,} samples cannot be used: {call('data_check')} lists them"
+    )
     return OwnRun(text, len(index), len(index.skipped), [lost] if index.skipped else [])
 
 

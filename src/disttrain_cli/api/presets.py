@@ -1,14 +1,15 @@
-"""What a preset brings beside its run file: sample data, and the folder of a small whole model."""
+"""Presets: run files to start from, and what they bring with them: sample data, and the folder of a
+small whole model."""
 
 from __future__ import annotations
 
+import re
 from importlib import import_module
 from importlib.resources import files
 from pathlib import Path
 
-import yaml
-
-from disttrain_cli.errors import SpecError
+from disttrain_cli.calls import call
+from disttrain_cli.errors import SpecError, UsageError
 from disttrain_cli.naming import short_path
 from disttrain_cli.spec.whole import write_whole
 
@@ -21,8 +22,47 @@ WRITERS = {
 WORDS = "words"  # folder of the tokenizer that all small models have, but for files of their own
 
 
+def preset_names() -> list[str]:
+    """Presets that ship with the package."""
+    folder = files("disttrain_cli") / "templates" / "presets"
+    return sorted(
+        entry.name.removesuffix(".yaml")
+        for entry in folder.iterdir()
+        if entry.name.endswith(".yaml")
+    )
+
+
+def preset_text(name: str) -> str:
+    """The run file of a preset; raises UsageError with the names there are."""
+    if name not in preset_names():
+        from disttrain_cli.spec.suggestions import listed
+
+        raise UsageError(
+            f"There is no preset {name!r}",
+            "presets: " + listed(name, preset_names()),
+            call("init", "DIR", preset="tiny"),
+        )
+    return (files("disttrain_cli") / "templates" / "presets" / f"{name}.yaml").read_text(
+        encoding="utf-8"
+    )
+
+
+def fitted(text: str, gpus: int) -> str:
+    """A preset for this machine: not more GPUs per node than it has; without GPUs it stays as it
+    is."""
+    if not gpus:
+        return text
+    return re.sub(
+        r"(?m)^(  gpus_per_node: )(\d+)",
+        lambda match: f"{match[1]}{min(int(match[2]), gpus)}",
+        text,
+    )
+
+
 def source_paths(content: str) -> list[str]:
     """Paths of a run file's sources."""
+    import yaml
+
     sources = yaml.safe_load(content)["data"].get("sources", [])
     return [source["path"] for source in sources]
 
@@ -79,3 +119,8 @@ def _write_new(folder: Path, name: str, content: bytes) -> None:
             "It is left as it is.",
             "Choose another folder, or move the file away first.",
         )
+
+
+def missing_data(folder: Path, content: str) -> list[str]:
+    """Paths of a run file's sources at which there is nothing."""
+    return [path for path in source_paths(content) if not (folder / path).exists()]

@@ -1,0 +1,309 @@
+"""Runs: `train`, the same on emulated devices, and what starts ranks elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from disttrain_cli.api.measuring import passes_of
+from disttrain_cli.api.opening import Note, check_choice, check_number, ignore, open_run, path_of
+from disttrain_cli.api.planning import checked_plan
+from disttrain_cli.api.ranks import Kind, default_folder
+from disttrain_cli.calls import DEFAULT_RUN_FILE, argument, call
+from disttrain_cli.errors import UsageError
+from disttrain_cli.naming import short_path
+from disttrain_cli.spec.progress import Progress, silent
+
+if TYPE_CHECKING:
+    from disttrain_cli.runtime.launching.emit.scripts import Emitted
+    from disttrain_cli.runtime.rehearsal.rehearse import RehearsalResult
+    from disttrain_cli.runtime.train import TrainResult
+    from disttrain_cli.spec.plan import Plan
+    from disttrain_cli.spec.profile import Profile
+    from disttrain_cli.spec.runfile import Run
+
+
+@dataclass(frozen=True)
+class Preflight:
+    """The number of ranks that met, and what the first of them reports."""
+
+    ranks: int
+    told: list[str]
+
+
+def train(
+    run: Run | Path | str = DEFAULT_RUN_FILE,
+    *,
+    plan: Plan | Path | str | None = None,
+    steps: int | None = None,
+    resume: bool = False,
+    restart: bool = False,
+    origin: Path | str | None = None,
+    profile_steps: range | None = None,
+    on_step: Callable[[dict[str, Any]], None] | None = None,
+    progress: Progress = silent,
+    note: Note = ignore,
+) -> TrainResult:
+    """Train by the plan, with a process per rank on this host; write checkpoints and traces.
+
+    Args:
+        plan: the plan to run, or its file, instead of the run's own.
+        steps: optimizer steps in all, instead of the run file's.
+        resume: go on from the newest checkpoint.
+        restart: start at step 0 though there are checkpoints; what is there is moved to `earlier/`.
+        origin: run, checkpoint or export with whose weights step 0 begins.
+        profile_steps: steps of which every rank leaves torch's profile.
+        on_step: called with the figures of every finished step (`watching.lines.reported`).
+
+    Raises:
+        UsageError: arguments exclude each other.
+        MismatchError, SpecError: the plan does not belong to the run file and profile, or asks for
+            what training does not do.
+        RankFailedError: a rank failed; its log is named.
+        DisttrainError: another training of this run is under way.
+        Others as `runtime.train.train`.
+    """
+    check_start(resume, restart, origin)
+    check_number("steps", steps, 1)
+    opened = open_run(run)
+    from disttrain_cli.analysis.job.files import recorded_steps
+    from disttrain_cli.analysis.learning import learning
+    from disttrain_cli.mitigation.looking_after import looked_after
+    from disttrain_cli.planning.check import refuse_not_run
+    from disttrain_cli.runtime import train as running
+    from disttrain_cli.runtime.launching.starts import alone
+
+    with alone(opened.dir):
+        weights = find_origin(origin)
+        chosen, costs = checked_plan(opened, plan)
+        total = steps if steps is not None else opened.file.train.total_steps
+        if profile_steps is not None:
+            running.check_profiled(profile_steps, total)
+        refuse_not_run(chosen, opened.file, costs)
+        if not resume:
+            opened.fetch_weights(progress)
+        say_start(opened, total, weights, resume, note)
+        if passes := passes_of(opened, costs, total):
+            note(passes)
+        file = Path(plan) if isinstance(plan, Path | str) else opened.dir.plan
+        with looked_after(opened, opened.dir, chosen, costs, file, note) as replanner:
+            result = running.train(
+                opened,
+                chosen,
+                costs,
+                steps=steps,
+                resume=resume,
+                restart=restart,
+                profile_steps=profile_steps,
+                origin=weights,
+                on_step=on_step,
+                progress=progress,
+                replanner=replanner,
+            )
+    samples = result.samples
+    learned = learning(
+        recorded_steps(opened.dir.traces),
+        costs,
+        opened.file.train.global_batch_size,
+        (samples.matched, len(samples.answers)) if samples else None,
+    )
+    return result.model_copy(update={"learning": learned})
+
+
+def check_start(resume: bool, restart: bool, origin: Path | str | None) -> None:
+    """UsageError where a run is to start in two ways at once."""
+    resuming, starting = argument("resume", True), argument("origin")
+    if resume and restart:
+        raise UsageError(
+            f"{resuming} and {argument('restart', True)} exclude each other",
+            "one goes on from the newest checkpoint, the other starts at step 0",
+            "Give one of them.",
+        )
+    if origin is not None and resume:
+        raise UsageError(
+            f"{starting} does not go with {resuming}",
+            f"{resuming} goes on with this run's own weights; {starting} starts at step 0",
+            "Leave one of the two out.",
+        )
+
+
+def find_origin(origin: Path | str | None) -> Path | None:
+    """The folder of the checkpoint or export that `origin` names; SpecError where there is none."""
+    if origin is None:
+        return None
+    from disttrain_cli.runtime.checkpoints.origin import find
+
+    return find(Path(origin))
+
+
+def say_start(run: Run, total: int, origin: Path | None, resume: bool, note: Note) -> None:
+    """Note where weights come from, which modules learn nothing in the last of `total` steps, and
+    a token that other users can read.
+
+    Raises:
+        SpecError: the weights do not fit the model.
+    """
+    from disttrain_cli.data.serving.access import exposed
+    from disttrain_cli.runtime.checkpoints.origin import starts
+    from disttrain_cli.runtime.engine.optimizer import beyond_schedule
+
+    token = run.file.preprocess.token_file
+    secrets = {"preprocess.token_file": None if token is None else run.resolve(token)}
+    for sentence in [
+        *starts(run, origin, resume),
+        *beyond_schedule(run, total),
+        *exposed(secrets),
+    ]:
+        note(sentence)
+
+
+def rehearse(
+    run: Run | Path | str = DEFAULT_RUN_FILE,
+    *,
+    plan: Plan | Path | str | None = None,
+    steps: int | None = None,
+    resume: bool = False,
+    on_step: Callable[[dict[str, Any]], None] | None = None,
+    progress: Progress = silent,
+    note: Note = ignore,
+) -> RehearsalResult:
+    """Run a plan on emulated devices: real processes, messages and schedule.
+
+    Arguments are those of `train`. Where the run re-plans, what it would do is in the rehearsal's
+    own folder; the run's plan stays.
+
+    Raises:
+        As `checked_plan` and `runtime.rehearsal.rehearse.rehearse`.
+    """
+    check_number("steps", steps, 1)
+    opened = open_run(run)
+    chosen, profile = checked_plan(opened, plan)
+    from disttrain_cli.mitigation.looking_after import looked_after
+    from disttrain_cli.mitigation.replanning import goes_on_with
+    from disttrain_cli.runtime.launching.starts import alone
+    from disttrain_cli.runtime.rehearsal import rehearse as rehearsing
+
+    folder = opened.dir.rehearsal
+    with alone(folder):
+        now = goes_on_with(folder, chosen) if resume else chosen
+        if now is not chosen:
+            note(f"The rehearsal goes on with the plan it ended with, {short_path(folder.plan)}.")
+        with looked_after(
+            opened, folder, now, profile, folder.plan, note, emulated=True
+        ) as replanner:
+            return rehearsing.rehearse(
+                opened,
+                chosen,
+                profile,
+                now=now,
+                steps=steps,
+                resume=resume,
+                on_step=on_step,
+                progress=progress,
+                replanner=replanner,
+            )
+
+
+def preflight(
+    run: Run | Path | str = DEFAULT_RUN_FILE,
+    *,
+    plan: Plan | Path | str | None = None,
+    progress: Progress = silent,
+) -> Preflight:
+    """Start the ranks, let them compare files and data and try out their groups, and end.
+
+    Raises:
+        As `checked_plan` and `runtime.train.preflight`.
+    """
+    opened = open_run(run)
+    chosen, profile = _trained(opened, plan)
+    from disttrain_cli.runtime.train import preflight as try_out
+
+    return Preflight(chosen.plan.gpus_used, try_out(opened, chosen, profile, progress=progress))
+
+
+def _trained(run: Run, plan: Plan | Path | str | None) -> tuple[Plan, Profile]:
+    """A plan as `checked_plan` reads it, that training runs; SpecError of others."""
+    from disttrain_cli.planning.check import refuse_not_run
+
+    chosen, profile = checked_plan(run, plan)
+    refuse_not_run(chosen, run.file, profile)
+    return chosen, profile
+
+
+def emit(
+    run: Run | Path | str = DEFAULT_RUN_FILE,
+    *,
+    kind: Kind,
+    plan: Plan | Path | str | None = None,
+    out: Path | str | None = None,
+    steps: int | None = None,
+    resume: bool = False,
+    restart: bool = False,
+    origin: Path | str | None = None,
+    profile_steps: range | None = None,
+    preflight: bool = False,
+    note: Note = ignore,
+) -> Emitted:
+    """Write what starts the ranks on the cluster's hosts; other arguments are those of `train`.
+
+    Args:
+        kind: "torchrun", "slurm" (scripts), "jobset" (Kubernetes) or "skypilot".
+        out: folder to write instead of `launch/` in the run's.
+        preflight: let the ranks do what the function `preflight` does, instead of training.
+
+    Raises:
+        As `train`; SpecError also where the hosts are too few.
+    """
+    check_start(resume, restart, origin)
+    check_choice("kind", kind, Kind)
+    check_number("steps", steps, 1)
+    if preflight and profile_steps is not None:
+        raise UsageError(
+            f"{argument('profile_steps')} does not go with {argument('preflight', True)}",
+            "a preflight runs no step",
+            "Leave one of the two out.",
+        )
+    opened = open_run(run)
+    from disttrain_cli.runtime.launching.emit.startable import check_planned, check_startable
+    from disttrain_cli.runtime.launching.starts import check_fresh
+
+    if not (resume or restart or preflight):
+        given = {"plan": plan, "steps": steps, "profile_steps": profile_steps, "origin": origin}
+        again = {name: one for name, one in (given | {"out": out}).items() if one is not None}
+        check_fresh(opened.dir, call_of=partial(call, "emit", kind=kind, **again))
+    folder = path_of(out) or default_folder(opened)
+    file = Path(plan) if isinstance(plan, Path | str) else opened.dir.plan
+    notes = check_startable(opened, kind, folder, file, preflight=preflight)
+    weights = find_origin(origin)
+    chosen, profile = _trained(opened, plan)
+    for sentence in (*notes, *check_planned(opened, chosen, profile, kind)):
+        note(sentence)
+    total = steps if steps is not None else opened.file.train.total_steps
+    from disttrain_cli.runtime.launching.emit import jobset, skypilot, slurm, torchrun
+    from disttrain_cli.runtime.launching.emit.scripts import Start
+    from disttrain_cli.runtime.train import check_profiled
+
+    if profile_steps is not None:
+        check_profiled(profile_steps, total)
+    if not preflight:
+        say_start(opened, total, weights, resume, note)
+    start = Start(
+        total,
+        resume=resume,
+        preflight=preflight,
+        profile_steps=profile_steps,
+        restart=restart,
+        origin=weights,
+    )
+    if kind == "torchrun":
+        return torchrun.emit_torchrun(opened, chosen, profile, folder, start)
+    emitter = {
+        "slurm": slurm.emit_slurm,
+        "jobset": jobset.emit_jobset,
+        "skypilot": skypilot.emit_skypilot,
+    }[kind]
+    return emitter(opened, chosen, profile, folder, start, plan_file=file)
