@@ -508,8 +508,7 @@ def train(
     """
     check_start(resume, restart, origin)
     opened = open_run(run)
-    from disttrain_cli.analysis.job.files import recorded_steps
-    from disttrain_cli.analysis.learning import learning
+    from disttrain_cli.mitigation.learned import learned
     from disttrain_cli.mitigation.looking_after import looked_after
     from disttrain_cli.planning.check import refuse_not_run
     from disttrain_cli.runtime import train as running
@@ -542,14 +541,8 @@ def train(
                 progress=progress,
                 replanner=replanner,
             )
-    samples = result.samples
-    learned = learning(
-        recorded_steps(opened.dir.traces),
-        costs,
-        opened.file.train.global_batch_size,
-        (samples.matched, len(samples.answers)) if samples else None,
-    )
-    return result.model_copy(update={"learning": learned})
+    verdict = learned(opened, costs, result.samples, note)
+    return result.model_copy(update={"learning": verdict})
 
 
 def rehearse(

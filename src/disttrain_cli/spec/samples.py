@@ -46,7 +46,7 @@ class Judge(BaseModel):
     """Who says what an image shows, and how often it is right about images that it has not seen."""
 
     name: str
-    accuracy: float
+    accuracy: float | None  # None: not known
 
 
 class Samples(BaseModel):

@@ -1,5 +1,5 @@
-"""`--set KEY=VALUE`: a run file's content, changed in memory as an editor would change it; and which
-KEYs differ between two contents."""
+"""`--set KEY=VALUE`: a run file's content, changed in memory as an editor would change it; and the
+KEYs in which two contents differ."""
 
 from __future__ import annotations
 

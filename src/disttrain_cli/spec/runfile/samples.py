@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from pydantic import Field
 
 from disttrain_cli.spec.files import Strict
@@ -52,10 +50,12 @@ class SampleSpec(Strict):
             " disttrain.metrics, functions of a spec.samples.Answer to a number."
         ),
     )
-    judge: Literal["digits"] | None = Field(
+    judge: str | None = Field(
         None,
         description=(
-            "Who says what an image shows: digits, a classifier of scikit-learn's scanned digits."
+            "Who says what an image shows: digits, a classifier of scikit-learn's scanned digits;"
+            " or the name of an entry point of the group disttrain.judges, a"
+            " data.metrics.ImageJudge."
         ),
     )
     denoising_steps: int = Field(20, ge=1, le=10_000, description="Steps from noise to an image.")
