@@ -1,5 +1,5 @@
 """Samples while training goes on: a few answers and images of each new checkpoint, by a process of
-lowest priority on the CPU, one at a time."""
+low priority on the CPU, one at a time."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ from disttrain_cli.spec.runfile import Run, read_run
 from disttrain_cli.spec.samples import FILE, Answer, Drawn, Samples, Written
 from disttrain_cli.spec.whole import write_whole
 
-LOWEST = 19  # priority, where training goes on meanwhile
+NICE = 10  # priority while training goes on: about a tenth of a core that a rank keeps busy
 MOST_STEPS = 16  # global batches searched for images to generate
 TEXT_TOKENS = 64  # written at most after an image at the end of training
 TOGETHER = 50  # prompts of a batch
@@ -60,7 +60,7 @@ def main(payload: dict[str, Any]) -> None:
     run, profile = read_run(*payload["run"]), Profile.model_validate(payload["profile"])
     folder, out, spec = Path(payload["checkpoint"]), Path(payload["images"]), run.file.samples
     if (most := payload.get("most")) is not None:
-        os.nice(LOWEST)
+        os.nice(NICE)
         fewer = {name: min(getattr(spec, name), most) for name in ("images", "read", "answers")}
         spec = spec.model_copy(update=fewer)
     model, seed = load_trained(run, folder, torch.device(payload["device"])), run.file.train.seed

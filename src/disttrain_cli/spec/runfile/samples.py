@@ -39,7 +39,7 @@ class SampleSpec(Strict):
         le=1000,
         description=(
             "Images and answers, so many of each at most, also of every checkpoint that is written"
-            " while training goes on, by a process of lowest priority on the CPU; 0 = none."
+            " while training goes on, by a process of low priority on the CPU; 0 = none."
         ),
     )
     metrics: list[str] = Field(
