@@ -39,7 +39,7 @@ class DigitJudge:
         self._fitted: Any = SVC(gamma=0.001).fit(
             digits.data[order[kept:]], digits.target[order[kept:]]
         )
-        self.accuracy = float(
+        self.accuracy: float | None = float(
             (self._fitted.predict(digits.data[order[:kept]]) == digits.target[order[:kept]]).mean()
         )
 

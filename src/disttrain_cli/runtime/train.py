@@ -177,6 +177,10 @@ def train(
     if newest is not None and not went.stopped:
         progress("sampling", 0, 0)
         samples = sample(run, went.planned.profile, newest)
+        asked = run.file.samples
+        if samples is not None and (asked.answers or asked.metrics) and not samples.answers:
+            why = "the data have no held-out conversation" if asked.answers else "it is 0"
+            progress(f"warning: samples.answers: nothing was answered, {why}", 0, 0)
     return TrainResult(
         run_dir=str(root.root),
         steps=merged(rows),
