@@ -13,7 +13,7 @@ from typing import Any
 
 from disttrain_cli.runtime.watching.judged import Judged
 from disttrain_cli.runtime.watching.lines import Narration
-from disttrain_cli.runtime.watching.trackers import NewSamples, Tracker, figures, sampled
+from disttrain_cli.runtime.watching.trackers import NewSamples, Tracker, Value, figures, sampled
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 #: Why a job stops that goes on by itself, on another plan.
@@ -56,10 +56,12 @@ class Watch:
         """Hand a finished step to the trackers and whoever watches (rank 0)."""
         if self._narration is not None:
             self._narration.step(row)
-        if self._trackers and self._judged is not None:
+        if not self._trackers:
+            return
+        if self._judged is not None:
             row = row | {"watch": self._judged.lost(), "plan": self._planned}
-        values = [(int(row["step"]), figures(row))] if self._trackers else []
-        if self._trackers and self._new_samples is not None:
+        values: list[tuple[int, Mapping[str, Value]]] = [(int(row["step"]), figures(row))]
+        if self._new_samples is not None:
             values += [(one.step, sampled(folder, one)) for folder, one in self._new_samples.take()]
         for tracker, (step, shown) in product(self._trackers, values):
             tracker.write(step, shown)
