@@ -172,6 +172,9 @@ RANGES: dict[str, Any] = {
     "samples.answers": [1, 2],
     "samples.during": lambda draw, file: 0,
     "samples.metrics": lambda draw, file: ["exact_match"],
+    "samples.judge": lambda draw, file: (
+        draw.choice(["digits"]) if draw.choice([True, False]) else None
+    ),
     "rehearse.steps": [1, 2],
     "rehearse.time_scale": [0.5, "auto"],
     "rehearse.gpus_per_process": [1, "auto"],

@@ -11,6 +11,7 @@ from disttrain_cli.commands.common import next_command
 from disttrain_cli.errors import SpecError, UsageError
 from disttrain_cli.naming import DEFAULT_RUN_FILE
 from disttrain_cli.spec.runfile import read_run
+from disttrain_cli.spec.settings import differences
 
 
 @pytest.fixture
@@ -94,6 +95,26 @@ def test_what_is_wrong_in_the_file_stays_the_files(file):
     assert "settings train.precisio" in refused.value.why
     assert "line 49, train.stepz" in refused.value.why
     assert read_run(file, "train={global_batch_size: 2, steps: 3}").file.train.steps == 3
+
+
+@pytest.mark.parametrize(
+    ("setting", "found"),
+    [
+        ("train.optimizer.lr=1e-3", [("train.optimizer.lr", 2e-3, 1e-3)]),
+        ("train.optimizer.lr=0.002", []),
+        ("train.ema={decay: 0.9, modules: [llm]}", [("train.ema", None, dict)]),
+        ("data.sources.1.weight=3", [("data.sources.1.weight", 1.0, 3.0)]),
+        ("data.sources=[{path: a}]", [("data.sources", list, list)]),
+        ("samples.prompts=[]", [("samples.prompts", list, [])]),
+    ],
+)
+def test_differences_are_named_as_settings(file, setting, found):
+    before, now = (read_run(file, *given).file.model_dump(mode="json") for given in ([], [setting]))
+    assert [key for key, _, _ in differences(before, now)] == [key for key, _, _ in found]
+    for (_, *values), (_, *expected) in zip(differences(before, now), found, strict=True):
+        for value, one in zip(values, expected, strict=True):
+            assert isinstance(value, one) if isinstance(one, type) else value == one
+    assert differences({"a": {"b": 1}}, {"c": 2}) == [("a", {"b": 1}, None), ("c", None, 2)]
 
 
 def test_commands_take_settings_and_suggest_themselves_with_them(file, capsys, monkeypatch):

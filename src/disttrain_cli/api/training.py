@@ -69,8 +69,7 @@ def train(
     check_start(resume, restart, origin)
     check_number("steps", steps, 1)
     opened = open_run(run)
-    from disttrain_cli.analysis.job.files import recorded_steps
-    from disttrain_cli.analysis.learning import learning
+    from disttrain_cli.mitigation.learned import learned
     from disttrain_cli.mitigation.looking_after import looked_after
     from disttrain_cli.planning.check import refuse_not_run
     from disttrain_cli.runtime import train as running
@@ -103,14 +102,8 @@ def train(
                 progress=progress,
                 replanner=replanner,
             )
-    samples = result.samples
-    learned = learning(
-        recorded_steps(opened.dir.traces),
-        costs,
-        opened.file.train.global_batch_size,
-        (samples.matched, len(samples.answers)) if samples else None,
-    )
-    return result.model_copy(update={"learning": learned})
+    verdict = learned(opened, costs, result.samples, note)
+    return result.model_copy(update={"learning": verdict})
 
 
 def check_start(resume: bool, restart: bool, origin: Path | str | None) -> None:

@@ -167,7 +167,8 @@ def run(
         out=out,
     )
     if emit is not None and not dry_run:
-        return _write_scripts(console, emit, asked)
+        _write_scripts(console, emit, asked)
+        return
     chosen = choose(asked)
     if device is not None:
         _step_on_fakes(console, chosen)

@@ -42,9 +42,7 @@ def show_result(
     say_drift(console, run_file, profile, chosen, steps, Path(result.run_dir))
     _say_history(console, result)
     _say_files(console, result)
-    console.say(f"\nVerdict     {result.learning.headline}")
-    if result.learning.advice:
-        console.say(f"            {result.learning.advice}")
+    console.say("\n" + "\n".join(result.learning.lines))
 
 
 def _show_steps(console: Console, steps: list[dict[str, Any]]) -> None:
@@ -151,10 +149,9 @@ def _say_files(console: Console, result: TrainResult) -> None:
             if written
             else []
         )
-        console.say(
-            f"Judged      {'; '.join(says)}\n            ({judge.name}, right about "
-            f"{percent(judge.accuracy)} of held-out real ones)"
-        )
+        known = judge.accuracy
+        right = "" if known is None else f", right about {percent(known)} of held-out real ones"
+        console.say(f"Judged      {'; '.join(says)}\n            ({judge.name}{right})")
 
 
 def _show_answers(console: Console, samples: Samples) -> None:

@@ -8,28 +8,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from disttrain_cli.data.sample_data import WORDS, load_scans
-from disttrain_cli.errors import DataError
-from disttrain_cli.spec.extras import install_command
-from disttrain_cli.spec.runfile import Run
 
 _NAMES = {name: word for digit, word in enumerate(WORDS) for name in (word, str(digit))}
 _KEPT = 0.25  # share of the scans on which the judge's accuracy is measured
-
-
-def check_judge(run: Run) -> None:
-    """Raise DataError if the run names a judge (`samples.judge`) that is not installed."""
-    if run.file.samples.judge is not None and find_spec("sklearn") is None:
-        raise DataError(
-            "samples.judge needs scikit-learn, which is not installed",
-            next_step=f"Install it with: {install_command('demo')}; or leave samples.judge out.",
-        )
 
 
 class DigitJudge:
@@ -52,7 +39,7 @@ class DigitJudge:
         self._fitted: Any = SVC(gamma=0.001).fit(
             digits.data[order[kept:]], digits.target[order[kept:]]
         )
-        self.accuracy = float(
+        self.accuracy: float | None = float(
             (self._fitted.predict(digits.data[order[:kept]]) == digits.target[order[:kept]]).mean()
         )
 
@@ -70,8 +57,7 @@ class DigitJudge:
             for digit in self._fitted.predict(16 - np.stack(grey).reshape(-1, 64) * (16 / 255))
         ]
 
-
-def named(text: str) -> str | None:
-    """Return the word of the digit that a text names; None if it names none, or several."""
-    digits = {_NAMES[word] for word in re.findall(r"[a-z]+|\d", text.lower()) if word in _NAMES}
-    return digits.pop() if len(digits) == 1 else None
+    def named(self, text: str) -> str | None:
+        """Return the word of the digit that a text names; None if it names none, or several."""
+        digits = {_NAMES[word] for word in re.findall(r"[a-z]+|\d", text.lower()) if word in _NAMES}
+        return digits.pop() if len(digits) == 1 else None

@@ -2,5 +2,6 @@
 
 Start with `looking_after.looked_after`, in which training and rehearsals run: `monitor` runs
 `disttrain watch` as a separate process, `replanning` makes plans without slow or lost devices.
-`runtime.launching.supervise` restarts the ranks on such a plan.
+`runtime.launching.supervise` restarts the ranks on such a plan. `learned` judges what a job has
+learned when it ends.
 """

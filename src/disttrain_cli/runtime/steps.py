@@ -26,7 +26,7 @@ from disttrain_cli.data.slots import StepOrder
 from disttrain_cli.models.layer import Batch
 from disttrain_cli.runtime.checkpoints.averaging import Average
 from disttrain_cli.runtime.checkpoints.checkpoint import Saver
-from disttrain_cli.runtime.checkpoints.folder import made_from
+from disttrain_cli.runtime.checkpoints.folder import recorded
 from disttrain_cli.runtime.engine.engine import UnitEngine
 from disttrain_cli.runtime.engine.optimizer import learning_rate, lrs, set_lrs
 from disttrain_cli.runtime.evaluation import Evaluation, world_losses
@@ -112,7 +112,7 @@ def run_steps(
     with (
         Saver(
             task.dir.checkpoints,
-            made_from(run, profile),
+            recorded(run, profile),
             engine,
             run.file.train.checkpoint.keep,
             task.average,

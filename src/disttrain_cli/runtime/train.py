@@ -13,12 +13,11 @@ from typing import Any
 from pydantic import BaseModel
 
 from disttrain_cli.calls import argument, call
-from disttrain_cli.data.digits import check_judge
 from disttrain_cli.data.epochs.mixture import mixture_of
 from disttrain_cli.data.index import Index, read_index
 from disttrain_cli.data.index_checks import check_profiled_data
 from disttrain_cli.data.latents import described
-from disttrain_cli.data.metrics import metrics_named
+from disttrain_cli.data.metrics import check_scores
 from disttrain_cli.data.packing import SequenceStream
 from disttrain_cli.errors import MismatchError, SpecError, UsageError
 from disttrain_cli.models.graph import describe
@@ -109,8 +108,7 @@ def train(
         RankFailedError: a rank failed.
     """
     _check_one_host(run, plan, profile)
-    check_judge(run)
-    metrics_named(run.file.samples.metrics)
+    check_scores(run.file.samples)
     index = _checked_index(run, profile)
     root, total = run.dir, steps if steps is not None else run.file.train.total_steps
     resumed = step_to_resume(run, profile, root, total) if resume else None
@@ -180,6 +178,10 @@ def train(
     if newest is not None and not went.stopped:
         progress("sampling", 0, 0)
         samples = sample(run, went.planned.profile, newest)
+        asked = run.file.samples
+        if samples is not None and (asked.answers or asked.metrics) and not samples.answers:
+            why = "the data have no held-out conversation" if asked.answers else "it is 0"
+            progress(f"warning: samples.answers: nothing was answered, {why}", 0, 0)
     return TrainResult(
         run_dir=str(root.root),
         steps=merged(rows),

@@ -44,7 +44,7 @@ from disttrain_cli.runtime.watching.judged import Judged
 from disttrain_cli.runtime.watching.lines import Narration
 from disttrain_cli.runtime.watching.profiles import StepProfiler
 from disttrain_cli.runtime.watching.tracing import Tracer, wall_clock
-from disttrain_cli.runtime.watching.trackers import figures_of, trackers_of
+from disttrain_cli.runtime.watching.trackers import NewSamples, figures_of, trackers_of
 from disttrain_cli.runtime.watching.watch import Watch
 from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.profile import Profile
@@ -86,6 +86,7 @@ def main(payload: dict[str, Any]) -> None:
             narration if rank0 else None,
             Judged(verdicts_file(Path(payload["logs"]))) if rank0 else None,
             figures_of(job.plan),
+            NewSamples(run.dir.images) if run.file.samples.during else None,
         )
         stack.callback(watch.close)
         if rank0:

@@ -55,3 +55,11 @@ class Learning:
             for one in self.losses
         ]
         return f"{self.verdict}: {'; '.join(parts)}" if parts else self.verdict
+
+    @property
+    def lines(self) -> list[str]:
+        """The last lines of a run's output."""
+        return [
+            f"Verdict     {self.headline}",
+            *([f"            {self.advice}"] * bool(self.advice)),
+        ]

@@ -15,8 +15,9 @@ def with_plugins(group: str, built_in: dict[str, T]) -> dict[str, T]:
 
     Groups are disttrain.heads (`spec.heads.Head` classes by item), disttrain.modalities
     (`data.modalities.modality.Modality` by item), disttrain.architectures
-    (`models.architecture.Architecture` by the model_type of a config.json) and disttrain.metrics
-    (`data.metrics.Metric` by the name in `samples.metrics`).
+    (`models.architecture.Architecture` by the model_type of a config.json), disttrain.metrics
+    (`data.metrics.Metric` by the name in `samples.metrics`) and disttrain.judges
+    (`data.metrics.ImageJudge` classes by the name in `samples.judge`).
 
     Raises:
         SpecError: one cannot be loaded, or its name is already in use.

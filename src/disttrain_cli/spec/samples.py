@@ -45,7 +45,7 @@ class Judge(BaseModel):
     """Classifier of images, with its accuracy on unseen images."""
 
     name: str
-    accuracy: float
+    accuracy: float | None  # None: not known
 
 
 class Samples(BaseModel):

@@ -1,4 +1,5 @@
-"""`--set KEY=VALUE`: a run file's content, changed in memory as an editor would change it."""
+"""`--set KEY=VALUE`: a run file's content, changed in memory as an editor would change it; and the
+KEYs in which two contents differ."""
 
 from __future__ import annotations
 
@@ -63,6 +64,22 @@ def _replaced(value: Any, path: tuple[str, ...], new: Any, setting: str) -> Any:
         _refuse(setting, f"{part!r} leads into {value!r}, which has no fields")
     section = value or {}
     return {**section, part: _replaced(section.get(part), rest, new, setting)}
+
+
+def differences(before: Any, now: Any, key: str = "") -> list[tuple[str, Any, Any]]:
+    """(KEY, value before, value now) of every field that differs between two plain contents; None
+    where one of them has no such field."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        parts = [(name, before.get(name), now.get(name)) for name in {**before, **now}]
+    elif isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
+        parts = [(str(number), *pair) for number, pair in enumerate(zip(before, now, strict=True))]
+    else:
+        return [] if before == now else [(key, before, now)]
+    return [
+        found
+        for name, old, new in parts
+        for found in differences(old, new, f"{key}.{name}" if key else name)
+    ]
 
 
 def _refuse(setting: str, why: str) -> NoReturn:

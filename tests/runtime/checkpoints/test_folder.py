@@ -15,10 +15,13 @@ from disttrain_cli.runtime.checkpoints.folder import (
     Begun,
     begun,
     best_of,
+    changed_since,
     check_belongs,
     sealed,
     superseded,
 )
+from disttrain_cli.spec.runfile import read_run
+from tests.runtime.factory import write_run
 
 
 def checkpoint(root: Path, step: int, **said: Any) -> Path:
@@ -66,3 +69,22 @@ def test_a_loss_that_is_not_finite_is_never_the_best(tmp_path: Path) -> None:
     ]
     assert best_of(tmp_path) == folders[2]
     assert folders[2] not in superseded(tmp_path, 1, keep_best=True)
+
+
+def test_fields_that_changed_since_the_newest_checkpoint_are_named(tmp_path: Path) -> None:
+    run = write_run(tmp_path, tmp_path)
+    assert changed_since(run.dir.checkpoints, run) == []
+    wide = {"samples": {"prompts": ["draw it"] * 20}}
+    with_settings = read_run(run.path, "train.seed=4", f"samples={json.dumps(wide['samples'])}")
+    said = with_settings.file.model_dump(mode="json")
+    checkpoint(run.dir.checkpoints, 3, run_file=said)
+    assert changed_since(run.dir.checkpoints, with_settings) == []
+    prompts, seed = sorted(changed_since(run.dir.checkpoints, run))
+    assert seed == "train.seed: 4 up to step-000003, 0 from here on."
+    assert prompts.startswith('samples.prompts: ["draw it", ') and "…" in prompts
+    assert "[] from here on." in prompts
+    many = {key: {"x": key} for key in map(str, range(14))}
+    checkpoint(run.dir.checkpoints, 4, run_file=said | many)
+    assert changed_since(run.dir.checkpoints, with_settings)[12:] == [
+        "2 more fields have other values."
+    ]

@@ -579,6 +579,7 @@ def test_a_model_trains_under_torchrun_on_two_hosts(
         re.search(r"^training  loss \d.* 2/2$", shown[0], re.MULTILINE)
         and "training  loss" not in shown[1]
     )
+    assert "Verdict     too early to say" in shown[0] and "Verdict" not in shown[1]
     assert (run.dir.checkpoints / "step-000002").is_dir()
     steps = [
         json.loads(line)

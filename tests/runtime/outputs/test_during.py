@@ -61,4 +61,5 @@ def test_each_new_checkpoint_is_sampled_once(
     assert said == [
         "step-000002: 1 of 2 held-out answers right",
         "warning: no samples of step-000004: it is gone",
+        "step-000006: training ended before its samples were there",
     ]

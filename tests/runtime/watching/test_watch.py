@@ -10,16 +10,27 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from disttrain_cli.errors import RankFailedError, RankLostError
 from disttrain_cli.runtime.launching import supervise
 from disttrain_cli.runtime.launching.starts import Reports
 from disttrain_cli.runtime.watching.judged import Judged
-from disttrain_cli.runtime.watching.trackers import Tracker, figures, figures_of, trackers_of
+from disttrain_cli.runtime.watching.trackers import (
+    NewSamples,
+    Tracker,
+    figures,
+    figures_of,
+    sampled,
+    trackers_of,
+)
+from disttrain_cli.runtime.watching.watch import Watch
 from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.progress import silent
 from disttrain_cli.spec.rundir import RunDir, stop_file, stopped_file
+from disttrain_cli.spec.samples import FILE, Answer, Drawn, Judge, Samples, Written
 from tests.runtime.factory import plan_of, unit, write_run
 from tests.runtime.watching.test_hang import layout_of
 
@@ -103,7 +114,7 @@ def test_a_tracker_that_fails_says_so_once(tmp_path: Path) -> None:
 
     tracker = Tracker("wandb", connect, said.append)
     for _ in range(3):
-        tracker.step(ROW)
+        tracker.write(3, {})
     tracker.close()
     assert len(said) == 1 and "wandb gets no figures" in said[0] and "the disk is full" in said[0]
 
@@ -114,7 +125,7 @@ def test_a_tracker_that_is_not_installed_names_its_extra() -> None:
     def connect() -> tuple[Callable[[int, Mapping[str, float]], None], Callable[[], None]]:
         raise ImportError("No module named 'tensorboard'")
 
-    Tracker("tensorboard", connect, said.append).step(ROW)
+    Tracker("tensorboard", connect, said.append).write(3, {})
     assert len(said) == 1 and "pip install 'tensorboard>=2.18'" in said[0]
 
 
@@ -306,25 +317,100 @@ def test_the_first_signal_asks_and_the_second_ends(tmp_path: Path) -> None:
         assert left.value.code == 128 + signal.SIGTERM
 
 
+class FakeWandb:
+    """The calls that trackers make, recorded; a run that goes on knows its last step."""
+
+    def __init__(self) -> None:
+        self.ids: list[str] = []
+        self.logged: list[tuple[int, dict[str, object]]] = []
+
+    def init(self, **options: object) -> SimpleNamespace:
+        self.ids.append(str(options["id"]))
+        run = SimpleNamespace(step=0, finish=lambda: None)
+
+        def log(values: dict[str, object], step: int) -> None:
+            run.step = step
+            self.logged.append((step, values))
+
+        run.log = log
+        return run
+
+    @staticmethod
+    def Image(pixels: np.ndarray) -> tuple[int, ...]:
+        return pixels.shape
+
+
 def test_wandb_takes_figures_and_goes_on_under_the_same_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ids: list[str] = []
-    logged: list[tuple[int, dict[str, float]]] = []
-
-    def init(**options: object) -> SimpleNamespace:
-        ids.append(str(options["id"]))
-        return SimpleNamespace(
-            log=lambda values, step: logged.append((step, values)), finish=lambda: None
-        )
-
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    wandb = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
     run = write_run(tmp_path, tmp_path, track=["wandb"])
     for resume in (False, True, False):
         [tracker] = trackers_of(run, "start-000", resume, pytest.fail)
-        tracker.step(ROW)
+        tracker.write(3, figures(ROW))
+        tracker.write(2, {"verdict": "learning", "drawn/0": np.zeros((2, 3, 3), np.uint8)})
         tracker.close()
-    assert ids[0] == ids[1] != ids[2] and logged[0] == (3, figures(ROW))
+    assert wandb.ids[0] == wandb.ids[1] != wandb.ids[2]
+    assert wandb.logged[:2] == [
+        (3, figures(ROW)),
+        (3, {"verdict": "learning", "drawn/0": (2, 3, 3)}),
+    ]
+
+
+def drawn_samples(folder: Path) -> Samples:
+    """An image that was drawn, one that was read, and an answer, in a folder."""
+    folder.mkdir(parents=True)
+    Image.new("RGB", (3, 2), (255, 0, 0)).save(folder / "00.png")
+    samples = Samples(
+        checkpoint="c/step-000002",
+        step=2,
+        drawn=[Drawn(file="00.png", prompt="Draw a|b.", asked="a", recognised="a")],
+        written=[Written(prompt="", text="a\nb", image="read/0.png", recorded="b", names_it=False)],
+        answers=[Answer(prompt="1|1?", text="2", recorded="2", scores={"exact_match": 1.0})],
+        judge=Judge(name="j", accuracy=None),
+    )
+    (folder / FILE).write_text(samples.model_dump_json())
+    return samples
+
+
+def test_trackers_get_samples_as_scores_texts_and_images(tmp_path: Path) -> None:
+    """TensorBoard reads back a scalar, a table and an image, at the checkpoint's step."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    values = sampled(tmp_path / "step-000002", drawn_samples(tmp_path / "step-000002"))
+    image = values.pop("drawn/00: Draw a|b.")
+    assert isinstance(image, np.ndarray) and image.shape == (2, 3, 3) and image[0, 0, 0] == 255
+    assert values == {
+        "samples/exact_match": 1.0,
+        "samples/recognised": 1.0,
+        "samples/named": 0.0,
+        "samples/answers": "| asked | model | data |\n| --- | --- | --- |\n| 1\\|1? | 2 | 2 |",
+        "samples/read": "| asked | model | data |\n| --- | --- | --- |\n| read/0.png | a\\nb | b |",
+    }
+    run = write_run(tmp_path, tmp_path, track=["tensorboard"])
+    [tracker] = trackers_of(run, "start-000", False, pytest.fail)
+    tracker.write(2, values | {"drawn/0": image})
+    tracker.close()
+    events = EventAccumulator(str(run.dir.root / "tensorboard" / "start-000"))
+    events.Reload()
+    assert events.Scalars("samples/exact_match")[0].step == 2
+    assert events.Images("drawn/0")[0].width == 3
+    assert "samples/answers/text_summary" in events.Tags()["tensors"]
+
+
+def test_samples_of_a_start_reach_trackers_once(tmp_path: Path) -> None:
+    drawn_samples(tmp_path / "step-000001")
+    taken: list[tuple[int, dict[str, object]]] = []
+    tracker = SimpleNamespace(
+        write=lambda step, values: taken.append((step, dict(values))), close=lambda: None
+    )
+    watch = Watch([tracker], new_samples=NewSamples(tmp_path))  # type: ignore[list-item]
+    watch.step(ROW)
+    drawn_samples(tmp_path / "step-000002")
+    for step in (4, 5):
+        watch.step(ROW | {"step": step})
+    assert [step for step, _ in taken] == [3, 4, 2, 5] and "samples/read" in taken[2][1]
 
 
 def test_trackers_get_the_plan_with_every_step(tmp_path: Path) -> None:

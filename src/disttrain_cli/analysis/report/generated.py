@@ -94,10 +94,11 @@ def _of_drawn(samples: Samples | None) -> str:
     if samples is None or samples.judge is None or not samples.drawn:
         return "After the last step of the run."
     count, all_ = samples.recognised, len(samples.drawn)
+    known = samples.judge.accuracy
+    right = "" if known is None else f", right about {percent(known)} of held-out real ones"
     return (
         f"After the last step of the run. In {count} of {all_} images a judge sees what was asked"
-        f" for ({escape(samples.judge.name)}, right about {percent(samples.judge.accuracy)} of"
-        " held-out real ones)."
+        f" for ({escape(samples.judge.name)}{right})."
     )
 
 

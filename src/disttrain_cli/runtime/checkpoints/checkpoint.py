@@ -65,7 +65,7 @@ class Saver:
     steps.
 
     Args:
-        made_from: what the checkpoints say of themselves (`checkpoint_folder.made_from`).
+        about: what the checkpoints say of the run (`folder.recorded`).
         keep: newest sound checkpoints that stay (`folder.superseded`).
         keep_best: the one of the lowest held-out loss stays, too.
     """
@@ -73,13 +73,13 @@ class Saver:
     def __init__(
         self,
         checkpoints: Path,
-        made_from: Mapping[str, Any],
+        about: Mapping[str, Any],
         engine: UnitEngine,
         keep: int,
         average: Average | None = None,
         keep_best: bool = False,
     ) -> None:
-        self._checkpoints, self._made_from, self._keep = checkpoints, dict(made_from), keep
+        self._checkpoints, self._about, self._keep = checkpoints, dict(about), keep
         self._keep_best = keep_best
         self._engine, self._average = engine, average
         # its own, so that the thread's messages meet no others
@@ -104,7 +104,7 @@ class Saver:
             "updates": self._engine.updates,
             "sound": sound,
             **(held_out or {}),
-            **self._made_from,
+            **self._about,
         }
         self._writing = self._thread.submit(self._write, step, about, pieces)
 
@@ -197,10 +197,10 @@ class Saver:
 
 
 def save(
-    checkpoints: Path, step: int, made_from: Mapping[str, Any], engine: UnitEngine, keep: int
+    checkpoints: Path, step: int, about: Mapping[str, Any], engine: UnitEngine, keep: int
 ) -> Path:
     """Write one checkpoint and wait for it; every rank calls this. Returns its folder."""
-    with Saver(checkpoints, made_from, engine, keep) as saver:
+    with Saver(checkpoints, about, engine, keep) as saver:
         saver.save(step)
     return checkpoints / f"step-{step:06d}"
 

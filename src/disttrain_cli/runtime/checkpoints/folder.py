@@ -21,10 +21,12 @@ from disttrain_cli.spec.files import parse_json
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.runfile import Run
 from disttrain_cli.spec.runfile.adapters import numbers
+from disttrain_cli.spec.settings import differences
 
 VERSION = 3
 ANEW = f"start at step 0 with {argument('restart', True)}"
 DESCRIPTION, TENSORS = "checkpoint.json", "tensors.json"
+SHOWN, SHOWN_LETTERS = 12, 60  # changed fields, and letters of a value, that are printed
 
 
 def all_of(checkpoints: Path) -> list[Path]:
@@ -156,6 +158,31 @@ def made_from(run: Run, profile: Profile) -> dict[str, Any]:
         "seed": run.file.train.seed,
         "global_batch_size": run.file.train.global_batch_size,
     }
+
+
+def recorded(run: Run, profile: Profile) -> dict[str, Any]:
+    """What a checkpoint says of the run that writes it: what it was made from, and the run file
+    with its settings (`--set`)."""
+    return made_from(run, profile) | {"run_file": run.file.model_dump(mode="json")}
+
+
+def changed_since(checkpoints: Path, run: Run) -> list[str]:
+    """A sentence for each field of the run file that has another value than when the newest
+    checkpoint was written; raises SpecError where that cannot be read."""
+    if (newest := latest(checkpoints)) is None:
+        return []
+    now = run.file.model_dump(mode="json")
+    sentences = [
+        f"{key}: {_shown(old)} up to {newest.name}, {_shown(new)} from here on."
+        for key, old, new in differences(describe(newest).get("run_file", now), now)
+    ]
+    more = len(sentences) - SHOWN
+    return sentences[:SHOWN] + ([f"{more} more fields have other values."] if more > 0 else [])
+
+
+def _shown(value: Any) -> str:
+    text = "none" if value is None else json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= SHOWN_LETTERS else f"{text[: SHOWN_LETTERS - 1]}…"
 
 
 def model_of(run: Run) -> dict[str, Any]:

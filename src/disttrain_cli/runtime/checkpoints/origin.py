@@ -17,6 +17,7 @@ from disttrain_cli.errors import SpecError
 from disttrain_cli.runtime.checkpoints.folder import (
     DESCRIPTION,
     TENSORS,
+    changed_since,
     check_tied,
     describe,
     latest,
@@ -195,8 +196,8 @@ def _check_latents(run: Run, folder: Path, modules: list[str]) -> None:
 
 
 def starts(run: Run, folder: Path | None, resume: bool) -> list[str]:
-    """What there is to say about where weights and moments come from, before the first step; a
-    sentence each.
+    """What there is to say about where weights and moments come from, and which fields of the run
+    file have changed since, before the first step; a sentence each.
 
     Raises:
         SpecError: an origin, the newest checkpoint, or the folder of a module does not fit the
@@ -215,14 +216,12 @@ def starts(run: Run, folder: Path | None, resume: bool) -> list[str]:
     else:
         check_tied(newest, shared_names(layer_table(run)))
         fresh, given = newly_trained(newest, run.file.model.trained_names), run.file.model.order
-        notes = (
-            [
+        notes = changed_since(run.dir.checkpoints, run)
+        if fresh:
+            notes.append(
                 f"{', '.join(fresh)}: frozen up to {newest.name}, trained from here on; moments"
                 " start at zero."
-            ]
-            if fresh
-            else []
-        )
+            )
     return notes + starting_weights(run, given, training=True)
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from disttrain_cli.calls import Reader, read_by
 from disttrain_cli.errors import DisttrainError
-from disttrain_cli.runtime.checkpoints.folder import latest
+from disttrain_cli.runtime.checkpoints.folder import changed_since, latest
 from disttrain_cli.runtime.checkpoints.phases import check_begins
 from disttrain_cli.runtime.launching.rank import JobFile, read_job_file
 from disttrain_cli.runtime.launching.starts import (
@@ -53,6 +53,8 @@ def _begin(job: JobFile, again: int, run: Run, folder: RunDir) -> str:
     resume = bool(payload["resume"]) or (again > 0 and latest(folder.checkpoints) is not None)
     if resume and payload["steps"]:
         step_to_resume(run, profile, folder, payload["steps"])
+        for note in changed_since(folder.checkpoints, run):
+            print(note)
     elif not (resume or payload.get("restart")):
         check_fresh(folder)
     if not resume:

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 #: Entry points of ranks.
 TRAIN, PREFLIGHT = "disttrain_cli.runtime.worker:main", "disttrain_cli.runtime.worker:preflight"
+#: Of ranks that no command of ours waits for: they train, and the first one ends with the verdict.
+TRAIN_AND_JUDGE = "disttrain_cli.mitigation.learned:main"
 
 
 def payload_of(

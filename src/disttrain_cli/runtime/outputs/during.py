@@ -1,10 +1,9 @@
 """Samples while training goes on: a few answers and images of each new checkpoint, by a process of
-lowest priority on the CPU, one at a time."""
+low priority on the CPU, one at a time."""
 
 from __future__ import annotations
 
 import threading
-from contextlib import suppress
 from pathlib import Path
 
 from disttrain_cli.errors import DisttrainError
@@ -96,11 +95,13 @@ class During:
             self.thread.join()
 
     def _sample(self, checkpoint: Path) -> None:
-        with suppress(Ended):
-            try:
-                samples = sample(self._run, self._profile, checkpoint, self._most, self._ended)
-            except DisttrainError as error:  # such as a checkpoint that was removed meanwhile
-                self._progress(f"warning: no samples of {checkpoint.name}: {error.what}", 0, 0)
-                return
-            if samples is not None:
-                self._progress(f"{checkpoint.name}: {samples.summary}", 0, 0)
+        try:
+            samples = sample(self._run, self._profile, checkpoint, self._most, self._ended)
+        except Ended:
+            said = f"{checkpoint.name}: training ended before its samples were there"
+        except DisttrainError as error:  # such as a checkpoint that was removed meanwhile
+            said = f"warning: no samples of {checkpoint.name}: {error.what}"
+        else:
+            said = "" if samples is None else f"{checkpoint.name}: {samples.summary}"
+        if said:
+            self._progress(said, 0, 0)

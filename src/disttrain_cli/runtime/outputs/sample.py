@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from disttrain_cli.calls import argument, call
-from disttrain_cli.data.digits import check_judge
+from disttrain_cli.data.metrics import check_scores
 from disttrain_cli.errors import DataError, DisttrainError, MismatchError, SpecError, UsageError
 from disttrain_cli.models.graph import describe
 from disttrain_cli.models.host import use_cuda
@@ -62,7 +62,7 @@ def sample(
         SpecError: it is damaged, or the folder cannot be written.
     """
     _check_model(run, folder)
-    check_judge(run)
+    check_scores(run.file.samples)
     inputs = describe(run)
     if wish.count and not inputs.generators:
         raise UsageError(

@@ -17,11 +17,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from disttrain_cli.data.digits import DigitJudge, named
 from disttrain_cli.data.index import held_out, read_index
 from disttrain_cli.data.index_checks import checked_tokenizer
 from disttrain_cli.data.loader import Loader
-from disttrain_cli.data.metrics import scored
+from disttrain_cli.data.metrics import judged, scored
 from disttrain_cli.data.ordering.orders import Orders
 from disttrain_cli.data.reading import ShardReader
 from disttrain_cli.data.tokenizer import Tokenizer, read_tokenizer
@@ -39,10 +38,10 @@ from disttrain_cli.spec.index import IMAGE, TEXT
 from disttrain_cli.spec.plan import Layout, UnitPlan
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.runfile import Run, read_run
-from disttrain_cli.spec.samples import FILE, Answer, Drawn, Judge, Samples, Written
+from disttrain_cli.spec.samples import FILE, Answer, Drawn, Samples, Written
 from disttrain_cli.spec.whole import write_whole
 
-LOWEST = 19  # priority, where training goes on meanwhile
+NICE = 10  # priority while training goes on: about a tenth of a core that a rank keeps busy
 MOST_STEPS = 16  # global batches searched for images to generate
 TEXT_TOKENS = 64  # written at most after an image at the end of training
 TOGETHER = 50  # prompts of a batch
@@ -61,7 +60,7 @@ def main(payload: dict[str, Any]) -> None:
     run, profile = read_run(*payload["run"]), Profile.model_validate(payload["profile"])
     folder, out, spec = Path(payload["checkpoint"]), Path(payload["images"]), run.file.samples
     if (most := payload.get("most")) is not None:
-        os.nice(LOWEST)
+        os.nice(NICE)
         fewer = {name: min(getattr(spec, name), most) for name in ("images", "read", "answers")}
         spec = spec.model_copy(update=fewer)
     model, seed = load_trained(run, folder, torch.device(payload["device"])), run.file.train.seed
@@ -151,43 +150,22 @@ def save(
     """
     import cv2
 
-    judge = DigitJudge() if model.run.file.samples.judge == "digits" else None
     drawn = []
     for module, pictures in images.items():
-        seen = judge.recognise(pictures) if judge else [None] * len(pictures)
-        for number, ((text, before), image, digit) in enumerate(
-            zip(given, pictures, seen, strict=True)
-        ):
+        for number, ((text, before), image) in enumerate(zip(given, pictures, strict=True)):
             name = f"{module}/{number:02d}.png" if len(images) > 1 else f"{number:02d}.png"
             write_whole(out / name, cv2.imencode(".png", image[:, :, ::-1])[1].tobytes())
-            drawn.append(
-                Drawn(
-                    file=name,
-                    prompt=text,
-                    image=before,
-                    asked=named(text) if judge else None,
-                    recognised=digit,
-                )
-            )
-    if judge:
-        written = [
-            one
-            if one.recorded is None
-            else one.model_copy(
-                update={
-                    "names_it": named(one.recorded) is not None
-                    and named(one.text) == named(one.recorded)
-                }
-            )
-            for one in written
-        ]
-    result = Samples(
-        checkpoint=str(checkpoint),
-        step=int(describe_checkpoint(checkpoint)["step"]),
-        drawn=drawn,
-        written=list(written),
-        answers=list(answers),
-        judge=Judge(name=judge.name, accuracy=judge.accuracy) if judge else None,
+            drawn.append(Drawn(file=name, prompt=text, image=before))
+    result = judged(
+        Samples(
+            checkpoint=str(checkpoint),
+            step=int(describe_checkpoint(checkpoint)["step"]),
+            drawn=drawn,
+            written=list(written),
+            answers=list(answers),
+        ),
+        images,
+        model.run.file.samples.judge,
     )
     write_whole(out / FILE, result.model_dump_json(indent=2))
     return result

@@ -1,4 +1,5 @@
-"""Where every step's figures may go besides the console: TensorBoard, Weights & Biases.
+"""Where every step's figures, and what the model draws and writes, may go besides the console:
+TensorBoard, Weights & Biases.
 
 A tracker never stops training: what goes wrong is said once, and it is left out from then on.
 """
@@ -7,13 +8,18 @@ from __future__ import annotations
 
 import math
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from disttrain_cli.data.sources.samples import printable
 from disttrain_cli.spec.extras import install_command
 from disttrain_cli.spec.plan import Plan
 from disttrain_cli.spec.runfile import Run
+from disttrain_cli.spec.samples import FILE, Samples, read_samples
 
 #: Figures of a step's row under the names that trackers group by.
 FIGURES = {
@@ -35,11 +41,14 @@ FIGURES = {
     "memory_gib": "memory/peak_gib",
 }
 
-Write = Callable[[int, Mapping[str, float]], None]
+MOST_SHOWN, MOST_LETTERS = 24, 300  # images and texts that trackers get, and letters of a text
+
+Value = float | str | NDArray[np.uint8]  # a figure, a text in Markdown, an image [H, W, C]
+Write = Callable[[int, Mapping[str, Value]], None]
 
 
 class Tracker:
-    """One tracker. `connect` gives what writes a step's figures, and what ends it."""
+    """One tracker. `connect` gives what writes values of a step, and what ends it."""
 
     def __init__(
         self,
@@ -55,12 +64,12 @@ class Tracker:
         except Exception as error:
             self._give_up(error)
 
-    def step(self, row: Mapping[str, Any]) -> None:
-        """Write a step's figures."""
+    def write(self, step: int, values: Mapping[str, Value]) -> None:
+        """Write values of a step."""
         if self._write is None:
             return
         try:
-            self._write(int(row["step"]), figures(row))
+            self._write(step, values)
         except Exception as error:
             self._give_up(error)
 
@@ -101,6 +110,58 @@ def figures(row: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
+def sampled(folder: Path, samples: Samples) -> dict[str, Value]:
+    """What trackers show of the samples in a folder: mean scores, what the judge says, texts beside
+    those of the data, images."""
+    import cv2
+
+    drawn, written = samples.drawn, [one for one in samples.written if one.recorded is not None]
+    values: dict[str, Value] = {f"samples/{name}": mean for name, mean in samples.metrics.items()}
+    if samples.judge is not None and drawn:
+        values["samples/recognised"] = samples.recognised / len(drawn)
+    if samples.judge is not None and written:
+        values["samples/named"] = samples.named / len(written)
+    for name, rows in (
+        ("answers", [(one.prompt, one.text, one.recorded) for one in samples.answers]),
+        ("read", [(one.image, one.text, one.recorded) for one in written]),
+    ):
+        if rows:
+            values[f"samples/{name}"] = _table(("asked", "model", "data"), rows)
+    for one in drawn[:MOST_SHOWN]:
+        pixels = cv2.imread(str(folder / one.file))
+        if pixels is not None:
+            name = f"{Path(one.file).with_suffix('')}: {printable(one.prompt, MOST_LETTERS)}"
+            values[f"drawn/{name}"] = np.ascontiguousarray(pixels[:, :, ::-1])
+    return values
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str | None]]) -> str:
+    """The first rows in Markdown."""
+    lines = [header, ["---"] * len(header), *rows[:MOST_SHOWN]]
+    cells = [
+        [printable(cell or "", MOST_LETTERS).replace("|", "\\|") for cell in row] for row in lines
+    ]
+    return "\n".join(f"| {' | '.join(row)} |" for row in cells)
+
+
+class NewSamples:
+    """Samples of checkpoints that are written while training goes on; those that are there at the
+    beginning are of an earlier start."""
+
+    def __init__(self, images: Path) -> None:
+        self._images, self._seen = images, set(images.glob(f"*/{FILE}"))
+
+    def take(self) -> list[tuple[Path, Samples]]:
+        """Folder and content of those that are new since the last call."""
+        new = sorted(set(self._images.glob(f"*/{FILE}")) - self._seen)
+        self._seen.update(new)
+        return [
+            (file.parent, samples)
+            for file in new
+            if (samples := read_samples(file.parent)) is not None
+        ]
+
+
 def figures_of(plan: Plan) -> dict[str, float]:
     """What trackers show of a plan, beside the steps that it runs."""
     return {
@@ -124,9 +185,14 @@ def _tensorboard(folder: Path) -> tuple[Write, Callable[[], None]]:
 
     writer = SummaryWriter(str(folder))
 
-    def write(step: int, values: Mapping[str, float]) -> None:
+    def write(step: int, values: Mapping[str, Value]) -> None:
         for name, value in values.items():
-            writer.add_scalar(name, value, step)
+            if isinstance(value, str):
+                writer.add_text(name, value, step)
+            elif isinstance(value, np.ndarray):
+                writer.add_image(name, value, step, dataformats="HWC")
+            else:
+                writer.add_scalar(name, value, step)
 
     return write, writer.close
 
@@ -148,7 +214,12 @@ def _wandb(run: Run, resume: bool) -> tuple[Write, Callable[[], None]]:
         config=run.file.model_dump(mode="json"),
     )
 
-    def write(step: int, values: Mapping[str, float]) -> None:
-        started.log(dict(values), step=step)
+    def write(step: int, values: Mapping[str, Value]) -> None:
+        shown = {
+            name: wandb.Image(value) if isinstance(value, np.ndarray) else value
+            for name, value in values.items()
+        }
+        # samples come when later steps are there, and steps before the last one are dropped
+        started.log(shown, step=max(step, started.step))
 
     return write, started.finish

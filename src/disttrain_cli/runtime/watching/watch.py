@@ -7,12 +7,13 @@ import os
 import signal
 import threading
 from collections.abc import Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from disttrain_cli.runtime.watching.judged import Judged
 from disttrain_cli.runtime.watching.lines import Narration
-from disttrain_cli.runtime.watching.trackers import Tracker
+from disttrain_cli.runtime.watching.trackers import NewSamples, Tracker, Value, figures, sampled
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 #: Why a job stops that goes on by itself, on another plan.
@@ -37,7 +38,9 @@ class Watch:
         narration: Narration | None = None,
         judged: Judged | None = None,
         planned: Mapping[str, float] | None = None,
+        new_samples: NewSamples | None = None,
     ) -> None:
+        self._new_samples = new_samples
         self._trackers, self._stop_file, self._narration = trackers, stop_file, narration
         self._judged, self._planned = judged, planned or {}
         self._asked = ""
@@ -53,10 +56,15 @@ class Watch:
         """Hand a finished step to the trackers and whoever watches (rank 0)."""
         if self._narration is not None:
             self._narration.step(row)
-        if self._trackers and self._judged is not None:
+        if not self._trackers:
+            return
+        if self._judged is not None:
             row = row | {"watch": self._judged.lost(), "plan": self._planned}
-        for tracker in self._trackers:
-            tracker.step(row)
+        values: list[tuple[int, Mapping[str, Value]]] = [(int(row["step"]), figures(row))]
+        if self._new_samples is not None:
+            values += [(one.step, sampled(folder, one)) for folder, one in self._new_samples.take()]
+        for tracker, (step, shown) in product(self._trackers, values):
+            tracker.write(step, shown)
 
     def stop_reason(self) -> str:
         """Which of `REASONS` asked this rank to stop. One rank asked is enough: the step loop

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from pydantic import Field
 
 from disttrain_cli.spec.files import Strict
@@ -42,7 +40,7 @@ class SampleSpec(Strict):
         le=1000,
         description=(
             "Images and answers, so many of each at most, also of every checkpoint that is written"
-            " while training goes on, by a process of lowest priority on the CPU; 0 = none."
+            " while training goes on, by a process of low priority on the CPU; 0 = none."
         ),
     )
     metrics: list[str] = Field(
@@ -53,10 +51,12 @@ class SampleSpec(Strict):
             " disttrain.metrics, functions of a spec.samples.Answer to a number."
         ),
     )
-    judge: Literal["digits"] | None = Field(
+    judge: str | None = Field(
         None,
         description=(
-            "Who says what an image shows: digits, a classifier of scikit-learn's scanned digits."
+            "Who says what an image shows: digits, a classifier of scikit-learn's scanned digits;"
+            " or the name of an entry point of the group disttrain.judges, a"
+            " data.metrics.ImageJudge."
         ),
     )
     denoising_steps: int = Field(20, ge=1, le=10_000, description="Steps from noise to an image.")

@@ -20,7 +20,7 @@ from pydantic import BaseModel
 
 from disttrain_cli.errors import SpecError
 from disttrain_cli.runtime.launching.emit.hosts import Node
-from disttrain_cli.runtime.launching.payload import PREFLIGHT, TRAIN, payload_of
+from disttrain_cli.runtime.launching.payload import PREFLIGHT, TRAIN_AND_JUDGE, payload_of
 from disttrain_cli.runtime.launching.rank import JobFile
 from disttrain_cli.spec.rundir import RunDir, stop_file, stopped_file
 from disttrain_cli.spec.runfile import Run
@@ -79,7 +79,7 @@ def write_job(
         "ranks_of_hosts": [len(node.ranks) for node in nodes],
     }
     job = JobFile(
-        target=PREFLIGHT if start.preflight else TRAIN,
+        target=PREFLIGHT if start.preflight else TRAIN_AND_JUDGE,
         payload=payload,
         logs=logs,
         ranks=plan.plan.gpus_used,
