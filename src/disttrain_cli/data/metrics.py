@@ -2,6 +2,7 @@
 
 Installed packages add metrics and judges (entry point groups disttrain.metrics and
 disttrain.judges).
+"""
 
 from __future__ import annotations
 
