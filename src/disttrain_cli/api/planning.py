@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from disttrain_cli.spec.profile import Profile
     from disttrain_cli.spec.runfile import Run, RunFile
 
-Strategy = Literal["auto", "disaggregated", "megatron", "distmm", "paper"]
+Strategy = Literal["auto", "disaggregated", "megatron"]
 
 
 @dataclass(frozen=True)

@@ -269,7 +269,7 @@ def _members(file: File, label: str) -> Iterator[Member | Skipped]:
             ) as tar,
         ):
             while (info := tar.next()) is not None:
-                tar.members.clear()  # it would keep them all
+                tar.members.clear()  # type: ignore[attr-defined]  # it would keep them all
                 location = Location(info.offset_data, info.size)
                 at = tar.offset
                 if sum(location) > file.size:
