@@ -142,6 +142,9 @@ def profile(
     check_device_name(device)
     opened = open_run(run)
     not_over(out, opened.path, opened.dir.index)
+    from disttrain_cli.profiling.budget import Meter
+
+    meter = Meter()
     from disttrain_cli.data.tokenizer import doubtful_template
     from disttrain_cli.models.adapters import check_adapters
     from disttrain_cli.models.graph import layer_table
@@ -158,7 +161,7 @@ def profile(
         note(sentence)
     if reindex:
         _reindex(opened, progress)
-    costs = measure(opened, device, progress)
+    costs = measure(opened, device, progress, meter)
     path = write_whole(out or opened.dir.profile, costs.model_dump_json(indent=2) + "\n")
     return ProfileResult(costs, path, _passes(opened, costs))
 

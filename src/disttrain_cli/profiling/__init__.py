@@ -2,7 +2,8 @@
 profile.
 
 Start at `measure.py` (the whole of `disttrain profile`) and `worker.py` (what each of its processes
-runs: `links.py` and `optimizer.py`, then `trial.py` for each of its modules over `compute.py`).
+runs: `links.py` and `optimizer.py`, then `trial.py` for each of its modules over `compute.py`, until
+the budget of `budget.py` is spent).
 `processes.py` starts them and keeps what they found (`kept.py`), so that an interrupted profile
 goes on. `dataset.py` is the data part, with `preprocess.py` that times decoding and `sizes.py` that
 draws work from the data's own distribution; `device.py` finds the device and its peak;
