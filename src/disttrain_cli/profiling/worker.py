@@ -50,8 +50,6 @@ TIMES = 3
 #: A draw of so many times the FLOPs of all before it runs once before it is timed, so that memory
 #: is there and kernels are chosen.
 GROWTH = 2.5
-#: Draws that a process repeats while it waits for the others.
-WAITING_DRAWS = 4
 #: Seconds between two reports of what was measured.
 REPORT_S = 1.0
 
@@ -330,8 +328,7 @@ class Session:
         """Keep this core as busy as before."""
         bench = self._bench or self._bench_for(group)
         assert self._bench_of is not None
-        for sizes in self._payload["draws"][self._bench_of[0]][:WAITING_DRAWS]:
-            bench.times(sizes, False)
+        bench.times(self._payload["draws"][self._bench_of[0]][0], False)
 
 
 def _doubt(record: Record) -> float:
