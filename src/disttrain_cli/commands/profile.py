@@ -177,7 +177,7 @@ def _render(console: Console, profile: Profile, path: Path, passes: str) -> None
         console.say(_measuring_line(measuring))
         for name, tps in measuring.not_measured.items():
             console.say(
-                f"         {name}: no plans with TP {', '.join(tps)}, which the budget left out"
+                f"         {name} without TP {', '.join(tps)}: the budget ended before them"
             )
     console.say(
         f"Data     {data.samples:,} samples in {data.sequences:,} sequences "

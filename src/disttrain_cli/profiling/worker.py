@@ -121,14 +121,14 @@ def groups(variants: Iterable[Variant], drawn: Iterable[Share]) -> Iterator[Grou
         )
     }
     for (tp, share), members in sorted(of.items(), key=lambda item: item[0][0]):
-        rounds: list[list[Measurement]] = [[], []]
+        rounds: tuple[list[Measurement], list[Measurement]] = [], []
         longest = max(len(variant.draws) for variant in members)
         for number in range(share.first, longest, share.step):
-            rounds[number >= FIRST] += [
+            rounds[number >= FIRST].extend(
                 Measurement(variant, variant.draws[number])
                 for variant in members
                 if number < len(variant.draws)
-            ]
+            )
         yield Group(share.module, tp, *rounds)
 
 
@@ -311,7 +311,7 @@ class Session:
         return self._bench
 
     def _sizes(self, one: Measurement) -> dict[str, Any]:
-        return self._payload["draws"][one.variant.module][one.draw]  # type: ignore[no-any-return]
+        return self._payload["draws"][one.variant.module][one.draw]
 
     def _flops(self, one: Measurement) -> float:
         return float(self._payload["flops"][one.variant.module][one.draw])
