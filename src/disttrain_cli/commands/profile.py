@@ -280,7 +280,12 @@ def _measuring_line(measuring: Measuring) -> str:
     line = f"Layers   measured {measured:,} of {drawn:,} sizes in {measuring.spent_s:.0f} s{clock}"
     if measured < drawn:
         line += "; the rest is interpolated"
-    return f"{line} (budget {measuring.budget_s:.0f} s)"
+    over = (
+        ", which starting and the first sizes of everything exceed"
+        if measuring.spent_s > measuring.budget_s + 1.0
+        else ""
+    )
+    return f"{line} (budget {measuring.budget_s:.0f} s{over})"
 
 
 def _link_cells(times: LinkTimes) -> list[str]:

@@ -20,6 +20,7 @@ from disttrain_cli.spec.profile import LinkProfile
 from disttrain_cli.spec.progress import Progress
 from disttrain_cli.spec.runfile import Run
 
+FITS_S = 2.0  # of the budget, for what follows the measurements
 TIMEOUT_S = 3600.0
 SAVE_S = 2.0
 
@@ -105,7 +106,7 @@ def measure_in_processes(run: Run, request: Request, meter: Meter, progress: Pro
             "variants": [asdict(variant) for variant in request.variants],
             "kept": sorted(records),
             "budget_s": limit_s,
-            "before_s": meter.read_s(request.kind),
+            "before_s": meter.read_s(request.kind) + FITS_S,
             "started_s": time.monotonic(),
             "timeout_s": run.file.train.timeout_s,
             "folder": folder,
