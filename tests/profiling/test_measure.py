@@ -258,7 +258,7 @@ def test_an_interrupted_profile_goes_on(
     said: list[str] = []
     before = len(stored(run))
     profile = room.measure(run, "cpu", lambda what, done, total: said.append(what))
-    assert any(f"{before} taken over" in line for line in said)
+    assert any(f"{before} sizes taken over" in line for line in said)
     assert profile.provenance["continued"].startswith(f"{before} of ")
     again = room.measure(run, "cpu")  # complete for this cluster: measured again
     assert "continued" not in again.provenance

@@ -74,13 +74,10 @@ def measure_in_processes(run: Run, request: Request, meter: Meter, progress: Pro
     earlier = load(path, request.key, run.file.cluster.figures())
     records = {name: record for name, record in earlier.items() if name in request.names}
     continued = len(records)
-    cpu = request.kind == "cpu"
-    what = f"measure links and layers, {request.processes} at once"
-    if continued:
-        what += f", {continued} taken over from an earlier profile"
-    limit_s = CPU_S if cpu else CUDA_S
-    what += f", for at most {limit_s:.0f} s{' of CPU' if cpu else ''}:"
-    progress(what, 0, round(limit_s))
+    limit_s, clock = (CPU_S, " of CPU") if request.kind == "cpu" else (CUDA_S, "")
+    taken_over = f", {continued} sizes taken over from an earlier profile" if continued else ""
+    progress(f"measure for at most {limit_s:.0f} s{clock} in all{taken_over}", 0, 0)
+    what = f"measure links and layers, {request.processes} at once, seconds{clock}"
     with tempfile.TemporaryDirectory(prefix="disttrain-profile-") as folder:
         saved_s = time.monotonic()
 
@@ -123,7 +120,8 @@ def measure_in_processes(run: Run, request: Request, meter: Meter, progress: Pro
         finally:
             results = _keep(path, request.key, records, Path(folder))
     budget_s = min(float(result["budget_s"]) for result in results)
-    progress(what, round(budget_s), round(budget_s))
+    spent_s = round(meter.read_s(request.kind))
+    progress(what, spent_s, spent_s)
     return Measured(
         LinkProfile.model_validate(results[0]["links"]),
         records=records,
