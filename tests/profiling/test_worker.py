@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from disttrain_cli.profiling.budget import CPU_S, LEAST_S, Budget, Rate, cpu_budget_s
+from disttrain_cli.profiling.budget import Budget
 from disttrain_cli.profiling.worker import FIRST, TIMES, Group, Session, Variant, groups, shares
 
 MODULES = ["encoder", "llm", "generator"]
@@ -153,22 +153,3 @@ def test_repeats_go_to_the_draws_whose_times_differ_most(tmp_path: Path) -> None
     times = {name: len(one["times"]["block"]) for name, one in session.records.items()}
     assert times["llm/tp1/trained/1"] == TIMES and sum(times.values()) == 8
     assert len(group.first) == 3 <= FIRST
-
-
-def test_the_budget_is_of_all_processes_and_a_tenth_of_a_short_training() -> None:
-    now_s = 0.0
-    budget = Budget(30.0, 6.0, 4, lambda: now_s)
-    assert budget.left_s == 6.0
-    now_s = 7.0
-    assert budget.spent_s == 34.0 and budget.left_s == -1.0
-    assert cpu_budget_s(1e4) == CPU_S and cpu_budget_s(120.0) == 12.0 and cpu_budget_s(1) == LEAST_S
-
-
-def test_what_a_measurement_takes_is_expected_from_the_largest_so_far() -> None:
-    rate = Rate()
-    assert rate.expected_s(10.0) == 0.0
-    rate.see(2.0, 1.0)
-    assert rate.expected_s(10.0) == 5.0
-    rate.see(10.0, 3.0)
-    rate.see(1.0, 0.9)
-    assert rate.expected_s(10.0) == 3.0 and rate.expected_s(20.0) == 6.0
