@@ -143,7 +143,7 @@ def measure(
 
 def _counts(request: Request, measured: Measured, module: str) -> dict[str, tuple[int, int]]:
     """By TP size of a module, draws that were measured and all of them; none measured where those
-    of trained or of frozen weights are missing."""
+    of trained or of frozen weights are too few for a fit."""
     counts: dict[str, tuple[int, int]] = {}
     for tp in sorted({one.tp for one in request.variants if one.module == module}):
         variants = [one for one in request.variants if (one.module, one.tp) == (module, tp)]
@@ -151,7 +151,8 @@ def _counts(request: Request, measured: Measured, module: str) -> dict[str, tupl
             sum(record_name(module, tp, one.frozen, draw) in measured.records for draw in one.draws)
             for one in variants
         ]
-        counts[str(tp)] = (sum(done) if all(done) else 0, sum(len(one.draws) for one in variants))
+        fitted = all(count >= len(one.needed) for count, one in zip(done, variants, strict=True))
+        counts[str(tp)] = (sum(done) if fitted else 0, sum(len(one.draws) for one in variants))
     return counts
 
 
