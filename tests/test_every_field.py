@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from disttrain_cli.data.sample_data import write_sample_data
-from disttrain_cli.profiling import processes, sizes
+from disttrain_cli.profiling import sizes
 from disttrain_cli.spec.runfile import RunFile
 from tests.commands.test_train import call
 from tests.every_field import ELSEWHERE, NAMES, RANGES, draw_run_file, fields
@@ -58,7 +58,6 @@ def test_every_field_of_the_schema_is_drawn() -> None:
 def test_the_whole_chain_runs(
     seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(processes, "BUDGET_S", 0.0)  # profiles need not be exact here
     monkeypatch.setattr(sizes, "SEQUENCES", 24)
     monkeypatch.chdir(tmp_path)
     file = draw_run_file(seed, DRAWN[seed])

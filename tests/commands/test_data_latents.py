@@ -7,7 +7,7 @@ import sys
 import pytest
 import yaml
 
-from disttrain_cli.profiling import processes, sizes
+from disttrain_cli.profiling import sizes
 from tests.commands.test_train import call
 from tests.runtime.factory import REFINER
 
@@ -59,7 +59,6 @@ def test_a_run_without_the_option_is_told_how_to_set_it(demo, capsys):
 
 @pytest.mark.slow
 def test_the_chain_runs_with_prepared_latents_and_asks_for_them(demo, capsys, monkeypatch):
-    monkeypatch.setattr(processes, "BUDGET_S", 0.0)  # profiles need not be exact here
     monkeypatch.setattr(sizes, "SEQUENCES", 24)
     assert said(capsys, "profile")["modules"].keys() == {
         "image_encoder",

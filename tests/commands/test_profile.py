@@ -8,10 +8,11 @@ import yaml
 
 from disttrain_cli.api.presets import preset_text
 from disttrain_cli.app import main
-from disttrain_cli.commands.profile import CATALOGUE
+from disttrain_cli.commands.profile import CATALOGUE, _render
+from disttrain_cli.console import Console
 from disttrain_cli.costs.hardware import catalogue
 from disttrain_cli.profiling.seen_data import with_data
-from disttrain_cli.spec.profile import read_profile
+from disttrain_cli.spec.profile import Measuring, read_profile
 from disttrain_cli.spec.runfile import read_run
 from tests.commands.conftest import make_profile
 from tests.data.dataset import interleaved, text, write_dataset, write_tar
@@ -61,6 +62,18 @@ def test_tables_and_where_the_figures_are_from(folder, capsys):
     ):
         assert word in out, word
     assert err.endswith("\nNext: disttrain plan\n") and "Wrote runs/tiny/profile.json" in err
+
+
+def test_what_was_measured_and_spent_is_said(folder, capsys):
+    measuring = Measuring(
+        clock="cpu", budget_s=30, spent_s=28.7, sizes={"llm": {"1": (64, 129), "2": (0, 36)}}
+    )
+    profile = make_profile(read_run(folder / "disttrain.yaml").file)
+    _render(Console(), profile.model_copy(update={"measuring": measuring}), folder / "p.json", "")
+    assert (
+        "Layers   measured 64 of 165 sizes in 29 s of CPU; the rest is interpolated (budget 30 s)\n"
+        "         llm without TP 2: the budget ended before them\n"
+    ) in capsys.readouterr().out
 
 
 def test_json_has_the_promised_keys(folder, capsys):

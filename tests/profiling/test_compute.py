@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from disttrain_cli.models.layer import LOSS_PREFIX, Batch, PipelineLayer
 from disttrain_cli.profiling.compute import Stopwatch, run_module
 from disttrain_cli.profiling.trial import allocated_bytes, first_of_kinds, mean_layer
-from disttrain_cli.profiling.worker import Variant, shares
 
 
 class Toy(PipelineLayer):
@@ -101,24 +100,6 @@ def test_cuda_times_come_from_the_device() -> None:
     layers = [layer.to(device) for layer in toys()]
     times = run_module(layers, {"x": torch.randn(5, 4, device=device)}, Batch(), Stopwatch(device))
     assert all(forward > 0.0 and backward > 0.0 for forward, backward in times)
-
-
-@pytest.mark.parametrize("processes", [1, 2, 3, 4, 6, 7])
-def test_the_processes_share_all_draws_of_all_modules(processes: int) -> None:
-    modules, draws = ["encoder", "llm", "generator"], 20
-    taken = [
-        (share.module, draw)
-        for rank in range(processes)
-        for share in shares(modules, rank, processes)
-        for draw in range(draws)[share.first :: share.step]
-    ]
-    assert sorted(taken) == sorted((module, draw) for module in modules for draw in range(draws))
-
-
-def test_a_share_of_a_variant_counts_memory_of_its_own_draws_only() -> None:
-    variant = Variant("llm", 2, True, draws=[4, 0, 7, 2, 9], memory_draws=[4, 2])
-    assert variant.share(0, 2).draws == [4, 7, 9] and variant.share(0, 2).memory_draws == [4]
-    assert variant.share(1, 2).draws == [0, 2] and variant.share(1, 2).memory_draws == [2]
 
 
 def test_layers_that_were_not_built_count_as_the_later_ones() -> None:

@@ -101,8 +101,7 @@ def fewer() -> Any:
     """Fewer sequences than a user's profile, so that the test takes seconds."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("disttrain_cli.profiling.sizes.SEQUENCES", 40)
-        patch.setattr("disttrain_cli.profiling.processes.PASSES", 1)
-        patch.setattr("disttrain_cli.profiling.sizes.FEWER", 8)
+        patch.setattr("disttrain_cli.profiling.measure.FEWER", 8)
         yield
 
 
@@ -180,6 +179,18 @@ class TestThreeModules:
         assert len(sample.tokens) == min(1024, profile.data.sequences)
         assert max(sample.tokens) <= 256 and sum(sample.targets) > 0
 
+    def test_states_its_budget_and_what_was_measured(self, measured: tuple[Run, Profile]) -> None:
+        measuring = measured[1].measuring
+        assert measuring is not None and measuring.clock == "cpu"
+        assert 5.0 <= measuring.budget_s <= 30.0 and measuring.spent_s > 0.0
+        assert measuring.sizes.keys() == measured[1].modules.keys()
+        assert not measuring.not_measured
+        assert all(
+            4 <= done <= drawn
+            for by_tp in measuring.sizes.values()
+            for done, drawn in by_tp.values()
+        )
+
     def test_measures_the_optimizer(self, measured: tuple[Run, Profile]) -> None:
         assert 0.0 < measured[1].device.optimizer_ns_per_parameter < 1e4
 
@@ -247,15 +258,17 @@ def test_an_interrupted_profile_goes_on(
     said: list[str] = []
     before = len(stored(run))
     profile = room.measure(run, "cpu", lambda what, done, total: said.append(what))
-    assert any(f"{before} taken over" in line for line in said)
+    assert any(f"{before} sizes taken over" in line for line in said)
     assert profile.provenance["continued"].startswith(f"{before} of ")
     again = room.measure(run, "cpu")  # complete for this cluster: measured again
     assert "continued" not in again.provenance
     cluster = run.file.cluster.model_copy(update={"memory_gib": 3.0})
     other = Run(path=run.path, file=run.file.model_copy(update={"cluster": cluster}))
     resized = room.measure(other, "cpu")
-    assert resized.provenance["continued"].startswith(f"{len(stored(run))} of {len(stored(run))} ")
-    assert resized.modules == again.modules and resized.device.memory_gib == 3.0
+    assert again.measuring and resized.measuring
+    measured, _ = again.measuring.counts
+    assert resized.provenance["continued"].startswith(f"{measured} of ")
+    assert resized.measuring.counts[0] >= measured and resized.device.memory_gib == 3.0
 
 
 @pytest.mark.slow

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from disttrain_cli.profiling.sizes import SEQUENCES, PackedSizes, draw_sizes, fewer, with_work
+from itertools import pairwise
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from disttrain_cli.profiling.sizes import SEQUENCES, PackedSizes, draw_sizes, spread, with_work
 from disttrain_cli.spec.work import Work
 
 TEXT_ONLY = PackedSizes([100, 120])
@@ -44,11 +50,26 @@ def test_rare_work_is_found_among_all_sequences() -> None:
     assert with_work("sequence", [TEXT_ONLY, MIXED]) == [TEXT_ONLY, MIXED]
 
 
-def test_fewer_draws_span_the_sizes() -> None:
-    works = [Work(1, float(tokens), 0) for tokens in (50, 10, 40, 20, 30)]
-    assert fewer(works, 3) == [1, 4, 0]
-    assert fewer(works, 9) == [1, 3, 4, 2, 0]
-    assert fewer(works[:1], 3) == [0]
+def test_the_first_draws_are_the_smallest_the_largest_and_what_lies_between() -> None:
+    works = [Work(1, float(tokens), 0) for tokens in (35, 10, 80, 20, 160)]
+    assert spread(works) == [1, 4, 0, 2, 3]
+    assert spread(works[:1]) == [0]
+    assert spread([works[0]] * 3 + works[1:2]) == [3, 0, 1, 2]  # what is there already comes last
+
+
+@given(st.lists(st.tuples(*[st.integers(0, 10**6)] * 3), min_size=2, max_size=30))
+def test_every_further_draw_is_the_farthest_from_those_before(amounts: list[tuple[int]]) -> None:
+    works = [Work(*map(float, one)) for one in amounts]
+    order = spread(works)
+    assert sorted(order) == list(range(len(works)))
+    places = np.log1p(np.array(works))
+    places = (places - places.min(axis=0)) / np.maximum(np.ptp(places, axis=0), 1e-9)
+    gaps = [
+        min(np.linalg.norm(places[draw] - places[before]) for before in order[:number])
+        for number, draw in enumerate(order)
+        if number >= 2
+    ]
+    assert all(later <= gap + 1e-9 for gap, later in pairwise(gaps))
 
 
 def test_the_same_seed_draws_the_same() -> None:

@@ -72,6 +72,9 @@ def profile(
     opened = open_run(run)
     target = path_of(out)
     not_over(target, opened.path, opened.dir.index)
+    from disttrain_cli.profiling.budget import Meter
+
+    meter = Meter()
     from disttrain_cli.data.tokenizer import doubtful_template
     from disttrain_cli.models.adapters import check_adapters
     from disttrain_cli.models.graph import layer_table
@@ -88,7 +91,7 @@ def profile(
         note(sentence)
     if reindex:
         _reindex(opened, progress)
-    costs = measure(opened, device, progress)
+    costs = measure(opened, device, progress, meter)
     path = write_whole(target or opened.dir.profile, costs.model_dump_json(indent=2) + "\n")
     return ProfileResult(costs, path, passes_of(opened, costs))
 

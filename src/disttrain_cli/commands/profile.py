@@ -26,7 +26,7 @@ from disttrain_cli.naming import short_path
 
 if TYPE_CHECKING:
     from disttrain_cli.profiling.calibrate import Change
-    from disttrain_cli.spec.profile import LinkTimes, Profile
+    from disttrain_cli.spec.profile import LinkTimes, Measuring, Profile
 
 EPILOG = """Examples:
 
@@ -40,7 +40,10 @@ $ disttrain profile --calibrate runs/demo/rehearsal
 
 Builds the sample index, or reads new shards into it, then measures forward and backward of every
 module over the data's own sizes. Shards that changed or went since they were indexed are refused;
-with --reindex all are read again. With analytic:NAME nothing is measured but preprocessing: the
+with --reindex all are read again. Measuring stops at a budget: on a CPU 30 s of CPU time of all
+processes, or a tenth of what the training will take if that is less (5 s at least); on GPUs 3
+minutes. Sizes that span the data's come first, the rest is interpolated; data are read outside of
+it. With analytic:NAME nothing is measured but preprocessing: the
 layers' operators are counted and timed by the catalogue's figures, for machines that are not here.
 With --calibrate nothing is measured: the profile of a recorded run is corrected by its traces, and
 what it replaces is kept as profile.json.before.
@@ -160,6 +163,12 @@ def _render(console: Console, profile: Profile, path: Path, passes: str) -> None
             f"         kernels by the {curve}, links by published rates: see provenance in the"
             " profile"
         )
+    if (measuring := profile.measuring) is not None:
+        console.say(_measuring_line(measuring))
+        for name, tps in measuring.not_measured.items():
+            console.say(
+                f"         {name} without TP {', '.join(tps)}: the budget ended before them"
+            )
     console.say(
         f"Data     {data.samples:,} samples in {data.sequences:,} sequences "
         f"of {profile.inputs.sequence_length:,} tokens ({100 * data.fill_fraction:.1f} % full), "
@@ -253,6 +262,20 @@ def _render(console: Console, profile: Profile, path: Path, passes: str) -> None
         ],
     )
     console.note(f"\nWrote {short_path(path)}")
+
+
+def _measuring_line(measuring: Measuring) -> str:
+    measured, drawn = measuring.counts
+    clock = " of CPU" if measuring.clock == "cpu" else ""
+    line = f"Layers   measured {measured:,} of {drawn:,} sizes in {measuring.spent_s:.0f} s{clock}"
+    if measured < drawn:
+        line += "; the rest is interpolated"
+    over = (
+        ", which starting and the first sizes of everything exceed"
+        if measuring.spent_s > measuring.budget_s + 1.0
+        else ""
+    )
+    return f"{line} (budget {measuring.budget_s:.0f} s{over})"
 
 
 def _link_cells(times: LinkTimes) -> list[str]:

@@ -24,7 +24,7 @@ from disttrain_cli.spec.runfile.cluster import ClusterSpec
 
 GIB = float(1 << 30)
 GEMM_SIDES = (128, 1024)  # smallest and largest
-GEMM_SECONDS = 1.0
+GEMM_SECONDS = 0.5
 
 
 def choose_kind(wanted: str) -> str:

@@ -7,46 +7,59 @@ from the same convention).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import UTC, datetime
 
 import numpy as np
 
 from disttrain_cli.costs.hardware import Precision, lookup
 from disttrain_cli.errors import DisttrainError, SpecError
-from disttrain_cli.models.flops import count_flops
+from disttrain_cli.models.flops import LayerFlops, count_flops
 from disttrain_cli.models.graph import build_layers, describe, layer_table
 from disttrain_cli.models.layer import PipelineLayer
 from disttrain_cli.models.probe import probe_work
 from disttrain_cli.models.sharding import tp_degrees
 from disttrain_cli.profiling.assemble import Hidden, Series, Setting, known_parts, module_profile
+from disttrain_cli.profiling.budget import Meter
 from disttrain_cli.profiling.dataset import Dataset, read_dataset
 from disttrain_cli.profiling.device import choose_kind, cpu_name, describe_device, local_processes
 from disttrain_cli.profiling.footprints import running
 from disttrain_cli.profiling.hiding import hidden
 from disttrain_cli.profiling.kept import kept_path, record_name, save
 from disttrain_cli.profiling.processes import Measured, Request, measure_in_processes
-from disttrain_cli.profiling.sizes import draw_sizes, fewer, packed_sizes, with_work
+from disttrain_cli.profiling.sizes import draw_sizes, packed_sizes, spread, with_work
 from disttrain_cli.profiling.trial import first_of_kinds
 from disttrain_cli.profiling.versions import library_versions
 from disttrain_cli.profiling.worker import Variant
 from disttrain_cli.spec.files import fingerprint
 from disttrain_cli.spec.inputs import ModelInputs
-from disttrain_cli.spec.profile import DeviceProfile, Fingerprints, LinkTimes, Profile
+from disttrain_cli.spec.profile import DeviceProfile, Fingerprints, LinkTimes, Measuring, Profile
 from disttrain_cli.spec.progress import Progress, silent
 from disttrain_cli.spec.runfile import Run
 
 ANALYTIC = "analytic:"
-MEMORY_EVERY = 3  # of the fewer draws, every third has its kept activations counted
+#: Draws at TP 1 with trained weights, and of all other variants: from 18 to 110, errors on other
+#: sizes changed by less than 1 % of the time (tiny preset; docs/log.md).
+MOST = 36
+FEWER = 18
+#: Draws whose kept activations are counted.
+COUNTED = 6
+#: FLOPs of the second draw that is measured whatever it takes, in those of the smallest: with two
+#: of different size, a fit is no constant.
+LARGER = 1.5
 
 
-def measure(run: Run, device: str = "auto", progress: Progress = silent) -> Profile:
+def measure(
+    run: Run, device: str = "auto", progress: Progress = silent, meter: Meter | None = None
+) -> Profile:
     """Measure everything that the planner needs to know of this machine, this model and this data.
 
     Builds the sample index, or takes the one that is there if it still describes the data. `device`
     is "auto", "cpu", "cuda" or "analytic:NAME"; "auto" asks the run file (`cluster.device`), and
     then takes CUDA where there is one. An analytic device is not measured but computed
     (`analytic.py`). Layers that an interrupted profile, or one of a cluster of another size, has
-    measured are taken over (`kept.py`).
+    measured are taken over (`kept.py`). Measuring ends when `meter` reads the budget (`budget.py`);
+    sizes that were not measured by then are interpolated.
 
     Raises:
         DisttrainError: no such device, or a module's layers do not fit into its memory.
@@ -55,7 +68,7 @@ def measure(run: Run, device: str = "auto", progress: Progress = silent) -> Prof
         SpecError: the model's configuration is wrong, or the peak of this GPU is not known.
         RankFailedError: a measuring process failed (its log is named).
     """
-    file = run.file
+    file, meter = run.file, meter or Meter()
     wanted = device if device != "auto" else file.cluster.device
     if wanted.startswith(ANALYTIC):
         from disttrain_cli.profiling.analytic import analytic_profile
@@ -64,13 +77,17 @@ def measure(run: Run, device: str = "auto", progress: Progress = silent) -> Prof
     kind = choose_kind(wanted)
     processes = local_processes(file.cluster, kind)
     inputs = describe(run)
-    data = read_dataset(run, inputs, progress)
+    with meter.stopped():
+        data = read_dataset(run, inputs, progress)
     progress("measure the device", 0, 0)
     described = describe_device(file.cluster, kind, file.train.precision)
     progress("count FLOPs", 0, 0)
     flops = count_flops(run)
-    request = _request(run, kind, processes, inputs, data, described)
-    measured = measure_in_processes(run, request, progress)
+    progress("record what layers hold and send", 0, 0)
+    degrees = {name: tp_degrees(run, name, file.cluster.gpus_per_node) for name in file.model.order}
+    held = {name: running(run, name, tps) for name, tps in degrees.items()}
+    request = _request(run, kind, processes, inputs, data, described, degrees, flops)
+    measured = measure_in_processes(run, request, meter, progress)
     sharing = max(1.0, processes / described.cores) if kind == "cpu" else 1.0
     setting = Setting(
         layer_table(run),
@@ -79,9 +96,10 @@ def measure(run: Run, device: str = "auto", progress: Progress = silent) -> Prof
         measured.links.of(True),
         value_bytes=2 if file.train.precision == "bf16" else 4,
     )
-    modules = {}
-    for name in file.model.order:
-        tps = sorted({variant.tp for variant in request.variants if variant.module == name})
+    modules, sizes = {}, {}
+    for name, wanted_tps in degrees.items():
+        sizes[name] = _counts(request, measured, name)
+        tps = [tp for tp in wanted_tps if tp == 1 or sizes[name][str(tp)][0]]
         trained, frozen = (
             {tp: _series(run, inputs, request, measured, name, tp, still, sharing) for tp in tps}
             for still in (False, True)
@@ -91,7 +109,7 @@ def measure(run: Run, device: str = "auto", progress: Progress = silent) -> Prof
             name,
             file.model.modules[name].kind,
             setting,
-            known_parts(_shards(run, name, tps), flops[name], running(run, name, tps), hides),
+            known_parts(_shards(run, name, tps), flops[name], held[name], hides),
             trained,
             frozen,
         )
@@ -112,16 +130,44 @@ def measure(run: Run, device: str = "auto", progress: Progress = silent) -> Prof
         links=measured.links,
         data=data.profile,
         preprocess=data.preprocess,
+        measuring=Measuring(
+            clock="cpu" if kind == "cpu" else "wall",
+            budget_s=measured.budget_s,
+            spent_s=meter.read_s(kind),
+            sizes=sizes,
+        ),
     )
     save(kept_path(run), request.key, measured.records, file.cluster.figures())
     return profile
 
 
+def _counts(request: Request, measured: Measured, module: str) -> dict[str, tuple[int, int]]:
+    """By TP size of a module, draws that were measured and all of them; none measured where those
+    of trained or of frozen weights are too few for a fit."""
+    counts: dict[str, tuple[int, int]] = {}
+    for tp in sorted({one.tp for one in request.variants if one.module == module}):
+        variants = [one for one in request.variants if (one.module, one.tp) == (module, tp)]
+        done = [
+            sum(record_name(module, tp, one.frozen, draw) in measured.records for draw in one.draws)
+            for one in variants
+        ]
+        fitted = all(count >= len(one.needed) for count, one in zip(done, variants, strict=True))
+        counts[str(tp)] = (sum(done) if fitted else 0, sum(len(one.draws) for one in variants))
+    return counts
+
+
 def _request(
-    run: Run, kind: str, processes: int, inputs: ModelInputs, data: Dataset, device: DeviceProfile
+    run: Run,
+    kind: str,
+    processes: int,
+    inputs: ModelInputs,
+    data: Dataset,
+    device: DeviceProfile,
+    degrees: Mapping[str, list[int]],
+    flops: Mapping[str, Mapping[str, LayerFlops]],
 ) -> Request:
-    """What is to be measured: all draws at TP 1 with trained weights, fewer of them for everything
-    else."""
+    """What is to be measured: draws that span the sizes, fewer of them where it is not TP 1 with
+    trained weights."""
     file, sizes = run.file, packed_sizes(data.drawn)
     draws = {}
     for name in file.model.order:
@@ -130,13 +176,26 @@ def _request(
         draws[name] = draw_sizes(what, sizes, file.train.seed) or draw_sizes(
             what, with_work(what, packed_sizes(data.epoch)), file.train.seed
         )
-    variants = []
+    table = layer_table(run)
+    file.train.count_epochs(data.profile.sequences)
+    sequences = file.train.total_steps * file.train.global_batch_size
+    variants, draw_flops, training_flops = [], {}, {}
     for name, of_module in draws.items():
-        few = fewer([probe_work(inputs, name, **draw) for draw in of_module])
-        for tp in tp_degrees(run, name, file.cluster.gpus_per_node):
+        works = [probe_work(inputs, name, **draw) for draw in of_module]
+        kinds = [flops[name][layer.kind] for layer in table if layer.module == name]
+        costs = [sum(one.forward(work) + one.backward(work) for one in kinds) for work in works]
+        draw_flops[name] = costs
+        training_flops[name] = sequences * sum(
+            one.forward(data.mean[name]) + one.backward(data.mean[name]) for one in kinds
+        )
+        order = spread(works)
+        larger = [draw for draw in order if costs[draw] >= LARGER * costs[order[0]]]
+        needed = [order[0], *sorted(larger, key=lambda draw, costs=costs: costs[draw])[:1]]  # type: ignore[misc]
+        order = list(dict.fromkeys([*needed, *order]))
+        for tp in degrees[name]:
             for frozen in (False, True):
-                chosen = few if frozen or tp > 1 else list(range(len(of_module)))
-                variants.append(Variant(name, tp, frozen, chosen, few[::MEMORY_EVERY]))
+                chosen = order[: FEWER if frozen or tp > 1 else MOST]
+                variants.append(Variant(name, tp, frozen, chosen, needed, order[:COUNTED]))
     key = fingerprint(
         {
             "model": file.model_fingerprint(),
@@ -148,8 +207,8 @@ def _request(
             "draws": draws,
         }
     )
-    parameters = sum(layer.parameters for layer in layer_table(run))
-    return Request(kind, processes, parameters, draws, variants, key)
+    parameters = sum(layer.parameters for layer in table)
+    return Request(kind, processes, parameters, draws, draw_flops, training_flops, variants, key)
 
 
 def _series(

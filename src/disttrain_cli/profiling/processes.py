@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from disttrain_cli.profiling.budget import CPU_S, CUDA_S, Meter
 from disttrain_cli.profiling.kept import Records, kept_path, load, record_name, save
 from disttrain_cli.profiling.worker import Variant
 from disttrain_cli.runtime.launching.launch import launch
@@ -19,8 +20,7 @@ from disttrain_cli.spec.profile import LinkProfile
 from disttrain_cli.spec.progress import Progress
 from disttrain_cli.spec.runfile import Run
 
-PASSES = 3  # over all draws; those after the first only while the budget lasts
-BUDGET_S = 5.0
+FITS_S = 2.0  # of the budget, for what follows the measurements
 TIMEOUT_S = 3600.0
 SAVE_S = 2.0
 
@@ -33,6 +33,8 @@ class Request:
     processes: int
     parameters: int  # of the whole model
     draws: dict[str, list[dict[str, Any]]]  # module → arguments of `probe_batch`
+    flops: dict[str, list[float]]  # module → of a forward and backward of each draw
+    training_flops: dict[str, float]  # module → of all steps
     variants: list[Variant]
     key: str  # of records that may be taken over
 
@@ -55,10 +57,12 @@ class Measured:
     records: Records
     slowdown: float  # wall time over CPU time, mean over processes
     continued: int  # records that an earlier profile had left
+    budget_s: float
 
 
-def measure_in_processes(run: Run, request: Request, progress: Progress) -> Measured:
-    """Run `worker.main` in all processes at once and join what they found.
+def measure_in_processes(run: Run, request: Request, meter: Meter, progress: Progress) -> Measured:
+    """Run `worker.main` in all processes at once until what `meter` reads is the budget, and join
+    what they found.
 
     Every two seconds, and at the end whatever it is, the records go to the file beside the profile.
 
@@ -70,29 +74,37 @@ def measure_in_processes(run: Run, request: Request, progress: Progress) -> Meas
     earlier = load(path, request.key, run.file.cluster.figures())
     records = {name: record for name, record in earlier.items() if name in request.names}
     continued = len(records)
-    what = f"measure links and layers, {request.processes} at once"
-    if continued:
-        what += f", {continued} taken over from an earlier profile"
-    progress(what, 0, len(request.names))
+    limit_s, clock = (CPU_S, " of CPU") if request.kind == "cpu" else (CUDA_S, "")
+    taken_over = f", {continued} sizes taken over from an earlier profile" if continued else ""
+    progress(f"measure for at most {limit_s:.0f} s{clock} in all{taken_over}", 0, 0)
+    what = f"measure links and layers, {request.processes} at once, seconds{clock}"
     with tempfile.TemporaryDirectory(prefix="disttrain-profile-") as folder:
         saved_s = time.monotonic()
 
         def report() -> None:
             nonlocal saved_s
             if time.monotonic() - saved_s > SAVE_S:
-                _keep(path, request.key, records, Path(folder))
+                reports = _keep(path, request.key, records, Path(folder))
                 saved_s = time.monotonic()
-                progress(what, len(records), len(request.names))
+                if reports:
+                    spent_s, budget_s = (
+                        float(np.mean([report[name] for report in reports]))
+                        for name in ("spent_s", "budget_s")
+                    )
+                    progress(what, min(spent_s, budget_s), round(budget_s))
 
         payload = {
             "run": run.source,
             "device": request.kind,
             "parameters": request.parameters,
             "draws": request.draws,
+            "flops": request.flops,
+            "training_flops": request.training_flops,
             "variants": [asdict(variant) for variant in request.variants],
             "kept": sorted(records),
-            "passes": PASSES,
-            "budget_s": BUDGET_S,
+            "budget_s": limit_s,
+            "before_s": meter.read_s(request.kind) + FITS_S,
+            "started_s": time.monotonic(),
             "timeout_s": run.file.train.timeout_s,
             "folder": folder,
         }
@@ -107,13 +119,16 @@ def measure_in_processes(run: Run, request: Request, progress: Progress) -> Meas
             )
         finally:
             results = _keep(path, request.key, records, Path(folder))
-    progress(what, len(records), len(request.names))
+    budget_s = min(float(result["budget_s"]) for result in results)
+    spent_s = round(meter.read_s(request.kind))
+    progress(what, spent_s, spent_s)
     return Measured(
         LinkProfile.model_validate(results[0]["links"]),
         records=records,
         continued=continued,
         optimizer_ns=float(np.median([result["optimizer_ns"] for result in results])),
         slowdown=float(np.mean([result["slowdown"] for result in results])),
+        budget_s=budget_s,
     )
 
 

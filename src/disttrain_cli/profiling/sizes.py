@@ -23,8 +23,8 @@ SEQUENCES = 256
 PER_DRAW = (1, 2, 4)
 #: Share of a slot's images that one replica of an encoder or generator gets, in turn.
 SHARES = (1.0, 0.5)
-#: Draws that the variants beside TP 1 with trained weights are measured on.
-FEWER = 18
+#: Ranges of an amount of work below this are none.
+NOTHING = 1e-9
 
 
 @dataclass(frozen=True)
@@ -71,13 +71,24 @@ def draw_sizes(item: Item, sequences: Sequence[PackedSizes], seed: int = 0) -> l
     return draws
 
 
-def fewer(works: Sequence[Work], count: int = FEWER) -> list[int]:
-    """Places of `count` draws spread evenly over the sizes, the smallest and the largest among
-    them."""
-    order = np.argsort([work.tokens for work in works], kind="stable")
-    return order[
-        np.unique(np.linspace(0, len(order) - 1, min(count, len(order))).round().astype(int))
-    ].tolist()
+def spread(works: Sequence[Work]) -> list[int]:
+    """Indices of draws in the order of measuring: the smallest, the largest, and then always the
+    one that is farthest from all before it, so that any first few of them span the sizes.
+
+    Distances are between logarithms of the amounts of work, each as a share of its range: a fit's
+    relative error counts.
+    """
+    amounts = np.log1p(np.array(works, dtype=np.float64).reshape(-1, 3))
+    amounts = (amounts - amounts.min(axis=0)) / np.maximum(np.ptp(amounts, axis=0), NOTHING)
+    sums = amounts.sum(axis=1)
+    order = list(dict.fromkeys([int(sums.argmin()), int(sums.argmax())]))
+    gaps = np.min([np.linalg.norm(amounts - amounts[draw], axis=1) for draw in order], axis=0)
+    gaps[order] = -1.0
+    while len(order) < len(works):
+        order.append(int(gaps.argmax()))
+        gaps = np.minimum(gaps, np.linalg.norm(amounts - amounts[order[-1]], axis=1))
+        gaps[order] = -1.0
+    return order
 
 
 def packed_sizes(packing: Packing) -> list[PackedSizes]:

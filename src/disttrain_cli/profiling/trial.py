@@ -48,7 +48,8 @@ class Bench:
             for start, stop in first_of_kinds(self._table, module, LAYERS_PER_KIND)
             for layer in build_layers(run, start, stop, device, self._dtype, tp=tp)
         ]
-        self._counts = Counter(layer.kind for layer in self._table if layer.module == module)
+        #: By kind, layers of the module.
+        self.counts = Counter(layer.kind for layer in self._table if layer.module == module)
         self._stopwatch = Stopwatch(device)
 
     def times(self, sizes: Sizes, frozen: bool) -> dict[str, Pair] | None:
@@ -64,7 +65,7 @@ class Bench:
         by_kind: dict[str, list[Pair]] = {}
         for layer, pair in zip(self._layers, times, strict=True):
             by_kind.setdefault(layer.kind, []).append(pair)
-        return {kind: mean_layer(pairs, self._counts[kind]) for kind, pairs in by_kind.items()}
+        return {kind: mean_layer(pairs, self.counts[kind]) for kind, pairs in by_kind.items()}
 
     def kept_bytes(self, sizes: Sizes, frozen: bool) -> dict[str, float] | None:
         """By kind of layer the bytes it keeps from forward to backward."""

@@ -5,25 +5,32 @@ There are as many processes as the run will have ranks on this machine, and all 
 last one has its measurements, because on a CPU they share cores, caches and memory as the ranks
 will. Modules go round the processes, so that different modules are measured beside each other,
 again as in the run. A process has one module at one TP size in memory at a time.
+
+It measures in two rounds: a few sizes that span the data's of everything that it has, then, while
+the budget lasts (`budget.py`), more sizes of everything, and at last sizes that it has again, first
+those whose times differ most.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from disttrain_cli.models.graph import layer_table
+from disttrain_cli.profiling.budget import Budget, Rate, cpu_budget_s
 from disttrain_cli.profiling.compute import Slowdown
 from disttrain_cli.profiling.kept import Record, Records, record_name
 from disttrain_cli.profiling.links import measure_links
@@ -35,9 +42,14 @@ from disttrain_cli.spec.runfile import read_run
 from disttrain_cli.spec.whole import write_whole
 
 RENDEZVOUS_TIMEOUT = timedelta(minutes=5)
-WARM_UP_DRAWS = 2
-#: Draws that a process repeats while it waits for the others.
-WAITING_DRAWS = 4
+#: Draws of a variant in the first round: fits of 8 that span the sizes were as good on the others
+#: as fits of 18 at random (tiny preset; docs/log.md).
+FIRST = 8
+#: Times that a draw is measured at most.
+TIMES = 3
+#: A draw of so many times the FLOPs of all before it runs once before it is timed, so that memory
+#: is there and kernels are chosen.
+GROWTH = 2.5
 #: Seconds between two reports of what was measured.
 REPORT_S = 1.0
 
@@ -49,19 +61,21 @@ class Variant:
     module: str
     tp: int
     frozen: bool
-    draws: list[int]
+    draws: list[int]  # in the order of measuring
+    needed: list[int]  # those of them that are measured whatever they take
     memory_draws: list[int]  # those of which kept activations are counted, too
 
-    def share(self, first: int, step: int) -> Variant:
-        """Every `step`-th draw from `first` on."""
-        share = self.draws[first::step]
-        return Variant(
-            self.module,
-            self.tp,
-            self.frozen,
-            share,
-            [draw for draw in self.memory_draws if draw in share],
-        )
+
+class Measurement(NamedTuple):
+    """One draw of a variant."""
+
+    variant: Variant
+    draw: int
+
+    @property
+    def name(self) -> str:
+        """That of its record."""
+        return record_name(self.variant.module, self.variant.tp, self.variant.frozen, self.draw)
 
 
 @dataclass(frozen=True)
@@ -84,9 +98,69 @@ def shares(modules: list[str], rank: int, processes: int) -> list[Share]:
     ]
 
 
+@dataclass(frozen=True)
+class Group:
+    """What one process measures of a module at one TP size, in order."""
+
+    module: str
+    tp: int
+    first: list[Measurement]  # the first round
+    rest: list[Measurement]
+    rate: Rate = field(default_factory=Rate)
+
+
+def groups(variants: Iterable[Variant], drawn: Iterable[Share]) -> Iterator[Group]:
+    """The groups of a process's shares, TP 1 of all modules first; in each by turns the first
+    draws of all variants, then their next ones."""
+    of = {
+        (tp, share): list(group)
+        for share in drawn
+        for tp, group in groupby(
+            (variant for variant in variants if variant.module == share.module),
+            key=lambda variant: variant.tp,
+        )
+    }
+    for (tp, share), members in sorted(of.items(), key=lambda item: item[0][0]):
+        rounds: tuple[list[Measurement], list[Measurement]] = [], []
+        longest = max(len(variant.draws) for variant in members)
+        for number in range(share.first, longest, share.step):
+            rounds[number >= FIRST].extend(
+                Measurement(variant, variant.draws[number])
+                for variant in members
+                if number < len(variant.draws)
+            )
+        yield Group(share.module, tp, *rounds)
+
+
+class Rates:
+    """Times and FLOPs of every module that the processes found in the first round, which they tell
+    each other through the store of their rendezvous."""
+
+    def __init__(self, store: dist.Store, rank: int, processes: int) -> None:
+        self._store, self._rank = store, rank
+        self._keys = [f"rates/{number}" for number in range(processes)]
+
+    def tell(self, sums: dict[str, tuple[float, float]]) -> None:
+        """Say what this process found: by module, seconds and FLOPs in all."""
+        self._store.set(self._keys[self._rank], json.dumps(sums))
+
+    def training_s(self, flops: Mapping[str, float]) -> float | None:
+        """CPU time of a training of so many FLOPs by module; None until all have told."""
+        if not self._store.check(self._keys):
+            return None
+        told = [json.loads(self._store.get(key)) for key in self._keys]
+        seconds = 0.0
+        for module, count in flops.items():
+            took_s, done = np.sum([one.get(module, (0.0, 0.0)) for one in told], axis=0)
+            seconds += count * took_s / done if done else 0.0
+        return seconds
+
+
 def before_fork(payload: dict[str, Any]) -> None:
     """Import the model's classes once for all processes."""
     layer_table(read_run(*payload["run"]))
+    if payload["device"] == "cpu":
+        payload["before_s"] += time.process_time()
 
 
 def main(payload: dict[str, Any]) -> None:
@@ -94,9 +168,10 @@ def main(payload: dict[str, Any]) -> None:
     second.
 
     payload: run (path of the run file), device ("cpu" or "cuda"), parameters (of the whole model),
-    draws (module → arguments of `probe_batch`), variants (fields of `Variant`), kept (names of
-    records that an interrupted profile left), passes (over the draws, at most), budget_s (for the
-    passes after the first), timeout_s (of the groups), folder.
+    draws (module → arguments of `probe_batch`), flops (module → FLOPs of each draw), training_flops
+    (module → FLOPs of the whole training), variants (fields of `Variant`), kept (names of records
+    that an interrupted profile left), budget_s, before_s and started_s (`Budget.of`), timeout_s (of
+    the groups), folder.
     """
     rank, processes = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if payload["device"] == "cuda":
@@ -111,111 +186,153 @@ def main(payload: dict[str, Any]) -> None:
     )
     result: dict[str, Any] = {"links": measure_links(device).model_dump()}
     result["optimizer_ns"] = adamw_ns_per_parameter(int(payload["parameters"]) // processes, device)
-    session = Session(payload, rank, result)
-    drawn = shares(list(payload["draws"]), rank, processes)
-    groups = [group for share in drawn for group in _groups(payload, share)]
+    run = read_run(*payload["run"])
+    session = Session(
+        payload,
+        Path(payload["folder"]) / f"{rank}.json",
+        result,
+        Budget.of(payload, processes),
+        lambda module, tp: Bench(run, module, tp, device),
+        Rates(store, rank, processes) if device.type == "cpu" else None,
+    )
+    variants = [Variant(**fields) for fields in payload["variants"]]
+    mine = list(groups(variants, shares(list(payload["draws"]), rank, processes)))
     clock = Slowdown()
-    for group in groups:
-        session.measure(group, device, float(payload["budget_s"]) / len(groups))
+    session.measure(mine)
     result["slowdown"] = clock.read()
     session.report(now=True)
     done = store.add("measured", 1)
     while done < processes:
-        session.wait_busily()
+        session.wait_busily(mine[0])
         done = store.add("measured", 0)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _groups(payload: dict[str, Any], share: Share) -> Iterator[list[Variant]]:
-    """A process's part of a module's variants, those of one TP size together."""
-    variants = [
-        Variant(**fields) for fields in payload["variants"] if fields["module"] == share.module
-    ]
-    for _, group in groupby(variants, key=lambda variant: variant.tp):
-        yield [variant.share(share.first, share.step) for variant in group]
-
-
 class Session:
     """The measurements of one process, reported as they are made."""
 
-    def __init__(self, payload: dict[str, Any], rank: int, result: dict[str, Any]) -> None:
-        self._payload, self._result, self._file = (
-            payload,
-            result,
-            Path(payload["folder"]) / f"{rank}.json",
-        )
-        self._run = read_run(*payload["run"])
-        self._records: Records = {}
+    def __init__(
+        self,
+        payload: Mapping[str, Any],
+        file: Path,
+        result: dict[str, Any],
+        budget: Budget,
+        bench: Callable[[str, int], Bench],
+        rates: Rates | None = None,
+    ) -> None:
+        self._payload, self._file, self._result = payload, file, result
+        self._budget, self._make, self._rates = budget, bench, rates
+        self.records: Records = {}
         self._reported_s = 0.0
+        # what an interrupted profile left is not measured again
+        self._times = Counter(dict.fromkeys(payload["kept"], TIMES))
+        self._trained: dict[str, tuple[float, float]] = {}
         self._bench: Bench | None = None
-        self._busy: list[tuple[dict[str, Any], bool]] = []
+        self._bench_of: tuple[str, int] | None = None
+        self._warm_flops = 0.0  # of the largest draw that the bench has run before it was timed
 
-    def measure(self, variants: Sequence[Variant], device: torch.device, budget_s: float) -> None:
-        """Measure all draws of a module at one TP size once, and again in passes while the time
-        lasts.
+    def measure(self, groups: Sequence[Group]) -> None:
+        """Measure the first round of all groups, of higher TP sizes while the budget lasts; then
+        the rest while it lasts, in two rounds, as some groups leave a part of their share."""
+        for number, group in enumerate(groups):
+            if group.tp == 1 or self._budget.left_s > 0.0:
+                self._visit(group, len(groups) - number, first=True)
+        if self._rates is not None:
+            self._rates.tell(self._trained)
+        for _ in range(2):
+            for number, group in enumerate(groups):
+                self._visit(group, len(groups) - number, first=False)
 
-        Draws that an interrupted profile has measured are not measured again.
-        """
-        module, kept = variants[0].module, set(self._payload["kept"])
-        work = [
-            (variant, draw)
-            for variant in variants
-            for draw in variant.draws
-            if record_name(module, variant.tp, variant.frozen, draw) not in kept
+    def _visit(self, group: Group, groups_left: int, first: bool) -> None:
+        """Measure what fits into a group's share of the time that is left."""
+        reserved_s = self._budget.left_s * (1.0 - 1.0 / groups_left)
+        while (chosen := self._next(group, reserved_s, first)) is not None:
+            self._measure(group, chosen, reserved_s)
+            if not first and self._rates is not None:
+                training_s = self._rates.training_s(self._payload["training_flops"])
+                if training_s is not None:
+                    self._budget.limit_s, self._rates = cpu_budget_s(training_s), None
+
+    def _next(self, group: Group, reserved_s: float, first: bool) -> Measurement | None:
+        """The first that was not measured yet and fits; after the first round also those that were,
+        the most doubtful one first."""
+
+        def fits(one: Measurement) -> bool:
+            expected_s = group.rate.expected_s(self._flops(one))
+            return expected_s < self._budget.left_s - reserved_s
+
+        for one in group.first if first else [*group.first, *group.rest]:
+            needed = first and one.draw in one.variant.needed
+            if not self._times[one.name] and (needed or fits(one)):
+                return one
+        again = [
+            one
+            for one in [*group.first, *group.rest]
+            if not first and 0 < self._times[one.name] < TIMES and fits(one)
         ]
-        if not work and self._bench is not None:
-            return
-        self._bench = None  # gives its memory back before the next one takes some
-        self._bench = Bench(self._run, module, variants[0].tp, device)
-        draws = self._payload["draws"][module]
-        largest = sorted({draw for _, draw in work}, key=lambda draw: _size(draws[draw]))[
-            -WARM_UP_DRAWS:
-        ]
-        self._busy = [(draws[draw], False) for draw in largest or variants[0].draws[:WAITING_DRAWS]]
-        self.wait_busily()
-        deadline = time.monotonic() + budget_s
-        for number in range(int(self._payload["passes"]) * len(work)):
-            if number >= len(work) and time.monotonic() > deadline:
-                break
-            variant, draw = work[number % len(work)]
-            self._measure(variant, draw, draws[draw])
-        self._busy = [
-            (draws[draw], variant.frozen) for variant, draw in work[:WAITING_DRAWS]
-        ] or self._busy
+        return max(again, key=lambda one: _doubt(self.records[one.name]), default=None)
 
-    def _measure(self, variant: Variant, draw: int, sizes: dict[str, Any]) -> None:
-        assert self._bench is not None
-        name = record_name(variant.module, variant.tp, variant.frozen, draw)
-        times = self._bench.times(sizes, variant.frozen)
-        if times is None:
+    def _measure(self, group: Group, one: Measurement, reserved_s: float) -> None:
+        sizes, frozen, flops = self._sizes(one), one.variant.frozen, self._flops(one)
+        bench = self._bench_for(group)
+        if not self._warm_flops or (
+            flops > GROWTH * self._warm_flops
+            and 2.0 * group.rate.expected_s(flops) < self._budget.left_s - reserved_s
+        ):
+            bench.times(sizes, frozen)
+            self._warm_flops = flops
+        self._times[one.name] += 1
+        begin_s = self._budget.clock()
+        times = bench.times(sizes, frozen)
+        if times is None:  # it does not fit into the device's memory
+            self._times[one.name] = TIMES
             return
-        if name not in self._records:
-            kept = (
-                self._bench.kept_bytes(sizes, variant.frozen)
-                if draw in variant.memory_draws
-                else None
+        group.rate.see(flops, self._budget.clock() - begin_s)
+        if one.name not in self.records:
+            counted = one.draw in one.variant.memory_draws
+            kept = bench.kept_bytes(sizes, frozen) if counted else None
+            self.records[one.name] = Record(
+                times={kind: [] for kind in times}, kept_bytes=kept or {}
             )
-            self._records[name] = Record(times={kind: [] for kind in times}, kept_bytes=kept or {})
         for kind, pair in times.items():
-            self._records[name]["times"][kind].append(list(pair))
+            self.records[one.name]["times"][kind].append(list(pair))
+        if group.tp == 1 and not frozen:
+            took_s, done = self._trained.get(group.module, (0.0, 0.0))
+            layers_s = sum(bench.counts[kind] * sum(pair) for kind, pair in times.items()) * 1e-3
+            self._trained[group.module] = took_s + layers_s, done + flops
         self.report()
+
+    def _bench_for(self, group: Group) -> Bench:
+        if self._bench is None or self._bench_of != (group.module, group.tp):
+            self._bench = None  # gives its memory back before the next one takes some
+            self._bench, self._warm_flops = self._make(group.module, group.tp), 0.0
+            self._bench_of = group.module, group.tp
+        return self._bench
+
+    def _sizes(self, one: Measurement) -> dict[str, Any]:
+        return self._payload["draws"][one.variant.module][one.draw]
+
+    def _flops(self, one: Measurement) -> float:
+        return float(self._payload["flops"][one.variant.module][one.draw])
 
     def report(self, now: bool = False) -> None:
         """Write what was measured so far, about once a second."""
         if now or time.monotonic() - self._reported_s > REPORT_S:
-            write_whole(self._file, json.dumps(self._result | {"records": self._records}))
+            spending = {"spent_s": self._budget.spent_s, "budget_s": self._budget.limit_s}
+            report = self._result | spending | {"records": self.records}
+            write_whole(self._file, json.dumps(report))
             self._reported_s = time.monotonic()
 
-    def wait_busily(self) -> None:
+    def wait_busily(self, group: Group) -> None:
         """Keep this core as busy as before."""
-        assert self._bench is not None
-        for sizes, frozen in self._busy:
-            self._bench.times(sizes, frozen)
+        bench = self._bench or self._bench_for(group)
+        assert self._bench_of is not None
+        bench.times(self._payload["draws"][self._bench_of[0]][0], False)
 
 
-def _size(sizes: dict[str, Any]) -> int:
-    """Something that grows with the work of a draw."""
-    if "documents" in sizes:
-        return sum(map(sum, sizes["documents"]))
-    return sum(rows * columns for grids in sizes.values() for rows, columns in grids)
+def _doubt(record: Record) -> float:
+    """How much the times of a draw differ, as a share of the least; more than any where there is
+    one only."""
+    sums = [sum(map(sum, passes)) for passes in zip(*record["times"].values(), strict=True)]
+    return max(sums) / min(sums) if len(sums) > 1 and min(sums) else math.inf

@@ -587,6 +587,38 @@ class Fingerprints(Strict):
     profile: str = ""
 
 
+class Measuring(Strict):
+    """What measuring the layers was allowed to take, what it took, and how far it came."""
+
+    clock: Literal["cpu", "wall"] = Field(
+        description="What is counted: CPU time of all processes together, or wall time (GPUs)."
+    )
+    budget_s: float = Field(description="Seconds after which measuring ends.")
+    spent_s: float = Field(description="Seconds spent, reading the data not included.")
+    sizes: dict[str, dict[str, tuple[int, int]]] = Field(
+        description=(
+            "By module and TP size, sizes of work measured and sizes drawn from the data, those of"
+            " trained and of frozen weights counted apart; the rest is interpolated. A TP size of"
+            " which nothing was measured is not in the profile."
+        )
+    )
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Sizes measured and drawn, of all modules."""
+        pairs = [pair for by_tp in self.sizes.values() for pair in by_tp.values()]
+        return sum(measured for measured, _ in pairs), sum(drawn for _, drawn in pairs)
+
+    @property
+    def not_measured(self) -> dict[str, list[str]]:
+        """By module, the TP sizes of which nothing was measured."""
+        missing = {
+            name: [tp for tp, (measured, _) in by_tp.items() if not measured]
+            for name, by_tp in self.sizes.items()
+        }
+        return {name: tps for name, tps in missing.items() if tps}
+
+
 class Profile(Strict):
     """The complete profile."""
 
@@ -601,6 +633,11 @@ class Profile(Strict):
     links: LinkProfile
     data: DataProfile
     preprocess: PreprocessProfile
+    measuring: Measuring | None = Field(
+        None,
+        exclude_if=lambda measuring: measuring is None,
+        description="None where a device's figures were computed.",
+    )
 
     @property
     def tied_layers(self) -> tuple[int, int] | None:
