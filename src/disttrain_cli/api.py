@@ -451,6 +451,31 @@ def _plan_before(path: Path, note: Note) -> Plan | None:
         return None
 
 
+def plan_first(run: Run, progress: Progress = silent, note: Note = ignore) -> None:
+    """Write the plan of a run of this machine alone, and its profile where there is none, as the
+    commands do; nothing where the run is of several machines or of a device that is not here.
+
+    Raises:
+        As `profile` and `plan`.
+    """
+    from disttrain_cli.spec.profile import read_profile
+
+    cluster, path = run.file.cluster, run.dir.profile
+    elsewhere = cluster.nodes > 1 or cluster.hostfile or cluster.device.startswith("analytic:")
+    if elsewhere or run.file.data.distribution is not None:
+        return
+    if not path.is_file():
+        profile(run, progress=progress, note=note)
+        note(f"Wrote {short_path(path)}, as disttrain profile does: the run had none.")
+    elif read_profile(path).device.kind == "analytic":
+        return
+    made = plan(run, sensitivity=False, progress=progress, note=note)
+    note(
+        f"Wrote {short_path(made.path)}, as disttrain plan does: {made.plan.plan.describe()},"
+        f" predicted step {made.plan.predicted.iteration_s:.3g} s."
+    )
+
+
 def checked_plan(run: Run, plan: Plan | Path | None = None) -> tuple[Plan, Profile]:
     """A plan (the run's, if none is given), and the run's profile, from which it was made.
 
@@ -489,6 +514,9 @@ def train(
 ) -> TrainResult:
     """Train by the plan, with a process per rank on this host; write checkpoints and traces.
 
+    A run of this machine alone that has no plan yet is planned first, and profiled where it has no
+    profile either (`plan_first`).
+
     Args:
         plan: the plan to run, or its file, instead of the run's own.
         steps: optimizer steps in all, instead of the run file's.
@@ -517,6 +545,9 @@ def train(
 
     with alone(opened.dir):
         weights = find_origin(origin)
+        if plan is None and not resume and not opened.dir.plan.is_file():
+            running.check_ready(opened, restart)
+            plan_first(opened, progress, note)
         chosen, costs = checked_plan(opened, plan)
         total = steps if steps is not None else opened.file.train.total_steps
         if profile_steps is not None:
@@ -524,7 +555,7 @@ def train(
         refuse_not_run(chosen, opened.file, costs)
         if not resume:
             opened.fetch_weights(progress)
-        say_start(opened, total, weights, resume, note)
+        say_start(opened, total, note)
         if passes := _passes(opened, costs, total):
             note(passes)
         file = plan if isinstance(plan, Path) else opened.dir.plan
@@ -540,6 +571,7 @@ def train(
                 origin=weights,
                 on_step=on_step,
                 progress=progress,
+                note=note,
                 replanner=replanner,
             )
     samples = result.samples
@@ -620,24 +652,15 @@ def find_origin(origin: Path | None) -> Path | None:
     return find(origin)
 
 
-def say_start(run: Run, total: int, origin: Path | None, resume: bool, note: Note) -> None:
-    """Note where weights come from, which modules learn nothing in the last of `total` steps, and
-    a token that other users can read.
-
-    Raises:
-        SpecError: the weights do not fit the model.
-    """
+def say_start(run: Run, total: int, note: Note) -> None:
+    """Note which modules learn nothing in the last of `total` steps, and a token that other users
+    can read."""
     from disttrain_cli.data.serving.access import exposed
-    from disttrain_cli.runtime.checkpoints.origin import starts
-    from disttrain_cli.runtime.engine.optimizer import beyond_schedule
+    from disttrain_cli.runtime.engine.schedule import beyond_schedule
 
     token = run.file.preprocess.token_file
     secrets = {"preprocess.token_file": None if token is None else run.resolve(token)}
-    for sentence in [
-        *starts(run, origin, resume),
-        *beyond_schedule(run, total),
-        *exposed(secrets),
-    ]:
+    for sentence in [*beyond_schedule(run, total), *exposed(secrets)]:
         note(sentence)
 
 

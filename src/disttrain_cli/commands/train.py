@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from disttrain_cli.api import checked_plan, say_start, train
+from disttrain_cli.api import say_start, train
 from disttrain_cli.commands.common import (
     DEFAULT_RUN_FILE,
     JsonFlag,
@@ -204,8 +204,7 @@ def _train(console: Console, asked: Asked, chosen: Chosen) -> None:
             note=console.note,
         )
     console.result(result, result.run_dir)
-    ran = checked_plan(chosen.run, asked.plan) if result.replans else (chosen.plan, chosen.profile)
-    show_result(console, asked.run_file, result, *ran)
+    show_result(console, asked.run_file, result)
     _say_next(console, asked.run_file, chosen.run, result, again)
 
 
@@ -224,11 +223,14 @@ def _step_on_fakes(console: Console, chosen: Chosen) -> None:
 
 
 def _write_scripts(console: Console, kind: Emit, asked: Asked, chosen: Chosen) -> None:
+    from disttrain_cli.runtime.checkpoints.origin import starts
     from disttrain_cli.runtime.launching.emit.scripts import Start
 
     _refuse_not_run(chosen)
     if not asked.preflight:
-        say_start(chosen.run, chosen.total, chosen.weights, asked.resume, console.note)
+        for sentence in starts(chosen.run, chosen.weights, asked.resume):
+            console.note(sentence)
+        say_start(chosen.run, chosen.total, console.note)
     start = Start(
         chosen.total,
         resume=asked.resume,

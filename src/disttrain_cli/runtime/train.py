@@ -7,10 +7,11 @@ import json
 import os
 from collections.abc import Callable
 from contextlib import closing
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from disttrain_cli.data.digits import check_judge
 from disttrain_cli.data.epochs.mixture import mixture_of
@@ -19,8 +20,7 @@ from disttrain_cli.data.index_checks import check_profiled_data
 from disttrain_cli.data.latents import described
 from disttrain_cli.data.metrics import metrics_named
 from disttrain_cli.data.packing import SequenceStream
-from disttrain_cli.errors import MismatchError, SpecError, UsageError
-from disttrain_cli.models.graph import describe
+from disttrain_cli.errors import SpecError, UsageError
 from disttrain_cli.runtime.checkpoints.folder import best_of, latest
 from disttrain_cli.runtime.checkpoints.phases import check_begins
 from disttrain_cli.runtime.launching.devices import visible_devices
@@ -55,6 +55,7 @@ class TrainResult(BaseModel):
     """What `train --json` prints."""
 
     run_dir: str
+    planned: Planned = Field(exclude=True)  # of the last start
     steps: list[dict[str, Any]]
     skipped_samples: list[dict[str, str]]
     resumed_from_step: int | None
@@ -84,6 +85,7 @@ def train(
     origin: Path | None = None,
     on_step: Callable[[dict[str, Any]], None] | None = None,
     progress: Progress = silent,
+    note: Callable[[str], object] = lambda sentence: None,
     replanner: Replanner | None = None,
 ) -> TrainResult:
     """Run the plan to `steps` optimizer steps (the run file's, if not given) and generate sample
@@ -108,13 +110,10 @@ def train(
         RankFailedError: a rank failed.
     """
     _check_one_host(run, plan, profile)
-    check_judge(run)
-    metrics_named(run.file.samples.metrics)
+    check_ready(run, resume or restart)
     index = _checked_index(run, profile)
     root, total = run.dir, steps if steps is not None else run.file.train.total_steps
     resumed = step_to_resume(run, profile, root, total) if resume else None
-    if not (resume or restart):
-        check_fresh(root)
     if not resume:
         check_begins(profile)
     if profile_steps is not None:
@@ -134,6 +133,7 @@ def train(
             on_step(step)
 
     during = During(run, profile, total, progress)
+    said_once = cache(note)  # restarts repeat it
 
     def start(planned: Planned, resume: bool, watch: Callable[[], None]) -> Reports:
         def look() -> None:
@@ -150,6 +150,7 @@ def train(
             resume=resume,
             on_step=take,
             progress=progress,
+            note=said_once,
             watch=look,
             variables=visible_devices(
                 planned.profile.device.kind,
@@ -181,6 +182,7 @@ def train(
         samples = sample(run, went.planned.profile, newest)
     return TrainResult(
         run_dir=str(root.root),
+        planned=went.planned,
         steps=merged(rows),
         skipped_samples=_skipped(run, index),
         resumed_from_step=resumed,
@@ -198,6 +200,20 @@ def train(
         other_cores=other_cores,
         stopped_by=went.stopped,
     )
+
+
+def check_ready(run: Run, again: bool) -> None:
+    """Check what needs no plan: what samples are judged by, and that no checkpoint would be left
+    behind, unless it is to start `again`.
+
+    Raises:
+        SpecError: there are checkpoints.
+        DataError: what `samples.judge` needs is not installed.
+    """
+    check_judge(run)
+    metrics_named(run.file.samples.metrics)
+    if not again:
+        check_fresh(run.dir)
 
 
 def preflight(run: Run, plan: Plan, profile: Profile, *, progress: Progress = silent) -> list[str]:
@@ -265,14 +281,8 @@ def _check_one_host(run: Run, plan: Plan, profile: Profile) -> None:
 
 
 def _checked_index(run: Run, profile: Profile) -> Index:
-    """The data's index; data other than those profiled, or latents of others, or a model that
-    asks for other data, are refused before anything is moved or started."""
-    if describe(run) != profile.inputs:
-        raise MismatchError(
-            "The model asks for other data than when it was profiled",
-            "the configuration or image processor in a folder of its has changed",
-            "Profile and plan again: disttrain profile && disttrain plan",
-        )
+    """The data's index; data other than those profiled, or latents of others, are refused before
+    anything is moved or started."""
     index = read_index(run, profile.inputs)
     check_profiled_data(index.fingerprint, profile)
     described(run, index)
