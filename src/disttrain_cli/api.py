@@ -451,29 +451,32 @@ def _plan_before(path: Path, note: Note) -> Plan | None:
         return None
 
 
-def plan_first(run: Run, progress: Progress = silent, note: Note = ignore) -> None:
-    """Write the plan of a run of this machine alone, and its profile where there is none, as the
-    commands do; nothing where the run is of several machines or of a device that is not here.
-
-    Raises:
-        As `profile` and `plan`.
-    """
+def plans_itself(run: Run) -> bool:
+    """True if `train` makes the plan that a run lacks: its cluster is this machine, and it has data
+    to train on."""
     from disttrain_cli.spec.profile import read_profile
 
     cluster, path = run.file.cluster, run.dir.profile
-    elsewhere = cluster.nodes > 1 or cluster.hostfile or cluster.device.startswith("analytic:")
-    if elsewhere or run.file.data.distribution is not None:
-        return
-    if not path.is_file():
-        profile(run, progress=progress, note=note)
-        note(f"Wrote {short_path(path)}, as disttrain profile does: the run had none.")
-    elif read_profile(path).device.kind == "analytic":
-        return
-    made = plan(run, sensitivity=False, progress=progress, note=note)
-    note(
-        f"Wrote {short_path(made.path)}, as disttrain plan does: {made.plan.plan.describe()},"
-        f" predicted step {made.plan.predicted.iteration_s:.3g} s."
+    return not (
+        run.dir.plan.is_file()
+        or cluster.nodes > 1
+        or cluster.hostfile is not None
+        or cluster.device.startswith("analytic:")
+        or run.file.data.distribution is not None
+        or (path.is_file() and read_profile(path).device.kind == "analytic")
     )
+
+
+def _plan_here(run: Run, progress: Progress, note: Note) -> tuple[Plan, Profile]:
+    """Profile a run, where it has no profile, and plan it; raises as `profile` and `plan`."""
+    if not run.dir.profile.is_file():
+        note(
+            f"Wrote {short_path(profile(run, progress=progress, note=note).path)}: the run had no"
+            " profile."
+        )
+    made = plan(run, sensitivity=False, progress=progress, note=note)
+    note(f"Wrote {short_path(made.path)}: the run had no plan. {made.plan.plan.describe()}")
+    return checked_plan(run)
 
 
 def checked_plan(run: Run, plan: Plan | Path | None = None) -> tuple[Plan, Profile]:
@@ -514,8 +517,8 @@ def train(
 ) -> TrainResult:
     """Train by the plan, with a process per rank on this host; write checkpoints and traces.
 
-    A run of this machine alone that has no plan yet is planned first, and profiled where it has no
-    profile either (`plan_first`).
+    A run that has no plan yet is planned first, and profiled where it has no profile either, if its
+    cluster is this machine (`plans_itself`).
 
     Args:
         plan: the plan to run, or its file, instead of the run's own.
@@ -543,12 +546,14 @@ def train(
     from disttrain_cli.runtime import train as running
     from disttrain_cli.runtime.launching.starts import alone
 
+    weights = find_origin(origin)
+    lacks_plan = plan is None and not resume and plans_itself(opened)
+    planned = None if lacks_plan else checked_plan(opened, plan)  # before anything is written
     with alone(opened.dir):
-        weights = find_origin(origin)
-        if plan is None and not resume and not opened.dir.plan.is_file():
+        if planned is None:
             running.check_ready(opened, restart)
-            plan_first(opened, progress, note)
-        chosen, costs = checked_plan(opened, plan)
+            planned = _plan_here(opened, progress, note)
+        chosen, costs = planned
         total = steps if steps is not None else opened.file.train.total_steps
         if profile_steps is not None:
             running.check_profiled(profile_steps, total)

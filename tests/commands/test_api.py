@@ -7,9 +7,10 @@ import sys
 import pytest
 
 import disttrain_cli
-from disttrain_cli import analyze, plan, profile, train
+from disttrain_cli import analyze, api, plan, profile, train
 from disttrain_cli.commands.init import preset_text
 from disttrain_cli.errors import DataError, MismatchError, SpecError, UsageError
+from disttrain_cli.runtime import train as training
 from disttrain_cli.spec.plan import read_plan
 from disttrain_cli.spec.profile import read_profile
 from disttrain_cli.spec.runfile import read_run
@@ -75,7 +76,8 @@ def test_notes_go_to_who_asked_for_them(run_folder):
         (lambda run: profile(run, out=run / "disttrain.yaml"), UsageError, "would be replaced"),
         (lambda run: plan(run, out=run / "disttrain.yaml"), UsageError, "would be replaced"),
         (lambda run: plan(run / "nothing.yaml"), SpecError, "nothing.yaml"),
-        (lambda run: train(run), SpecError, "plan.yaml"),
+        (lambda run: train(run, resume=True), SpecError, "plan.yaml"),
+        (lambda run: train(run, plan=run / "other.yaml"), SpecError, "other.yaml"),
         (lambda run: train(run, resume=True, restart=True), UsageError, "exclude each other"),
         (lambda run: train(run, resume=True, origin=run), UsageError, "does not go with"),
         (lambda run: train(run, origin=run / "nothing"), SpecError, "no weights to start from"),
@@ -86,6 +88,61 @@ def test_wrong_arguments_raise_the_projects_errors(run_folder, call, error, says
     with pytest.raises(error) as raised:
         call(run_folder)
     assert says in f"{raised.value.what} {raised.value.why}"
+
+
+class Started(Exception):
+    """The ranks would start now."""
+
+
+@pytest.mark.parametrize("profiled", [True, False])
+def test_training_makes_the_profile_and_the_plan_that_a_run_of_this_machine_lacks(
+    run_folder, monkeypatch, profiled
+):
+    run, notes, ran = read_run(run_folder / "disttrain.yaml"), [], []
+
+    def measured(run, *, progress, note):
+        assert not profiled
+        return api.ProfileResult(costs, write_whole(run.dir.profile, costs.model_dump_json()))
+
+    def start(run, *planned, **options):
+        ran.extend(planned)
+        raise Started
+
+    monkeypatch.setattr(api, "profile", measured)
+    monkeypatch.setattr(training, "train", start)
+    costs = read_profile(run.dir.profile)
+    if not profiled:
+        run.dir.profile.unlink()
+    with pytest.raises(Started):
+        train(run_folder, note=notes.append)
+    assert ran == [read_plan(run.dir.plan), costs]
+    said = [one for one in notes if one.startswith("Wrote")]
+    assert ["profile.json" in one for one in said] == ([False] if profiled else [True, False])
+    assert "plan.yaml" in said[-1] and ran[0].plan.describe() in said[-1]
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("nodes: 1", "nodes: 2"),
+        ("device: auto", "device: analytic:H100"),
+        ("device: auto", "hostfile: hosts"),
+        ("", "analytic"),
+    ],
+)
+def test_training_plans_nothing_for_machines_that_are_not_here(run_folder, old, new):
+    path = run_folder / "disttrain.yaml"
+    profile = read_run(path).dir.profile
+    if old:
+        path.write_text(path.read_text().replace(old, new))
+    else:
+        document = json.loads(profile.read_text())
+        document["device"]["kind"] = new
+        profile.write_text(json.dumps(document))
+    before = sorted(run_folder.rglob("*"))
+    with pytest.raises(SpecError, match="no plan") as caught:
+        train(run_folder)
+    assert "disttrain plan" in caught.value.next_step and sorted(run_folder.rglob("*")) == before
 
 
 def test_a_plan_of_another_profile_is_not_trained(run_folder):
@@ -104,12 +161,11 @@ def test_the_chain_as_a_notebook_calls_it(tmp_path, capfd):
     text = preset_text("tiny").replace("  images: 100", "  images: 0")
     run_file = write_whole(tmp_path / "disttrain.yaml", text.replace("  read: 100", "  read: 0"))
     write_sample_data(tmp_path / "data")
-    costs = profile(run_file, device="cpu")
-    assert read_profile(costs.path) == costs.profile
-    planned = plan(run_file, sensitivity=False)
     steps = []
-    trained = train(run_file, plan=planned.plan, steps=3, on_step=steps.append)
+    trained = train(run_file, steps=3, on_step=steps.append)
     assert trained.steps == steps and [step["step"] for step in steps] == [0, 1, 2]
+    planned = plan(run_file, sensitivity=False)
+    assert planned.plan == trained.planned.plan and planned.previous == planned.path
     explained = analyze([trained.run_dir])
     assert explained.analysis.verdict.headline and explained.report.exists()
     assert capfd.readouterr().out == ""

@@ -204,7 +204,13 @@ def next_start(root: RunDir) -> str:
 @contextmanager
 def alone(root: RunDir) -> Iterator[None]:
     """Hold the run's folder, which one training at a time may write; the lock ends with the
-    process."""
+    process.
+
+    Raises:
+        SpecError: the folder cannot be written.
+        DisttrainError: another training holds it.
+    """
+    _check_writable(root.root)
     root.root.mkdir(parents=True, exist_ok=True)
     with (root.root / ".training").open("w") as lock:
         try:
