@@ -49,6 +49,10 @@ $ disttrain train --from runs/projectors
 $ disttrain train --profile-steps 5:8
 $ disttrain train demo/disttrain.yaml --plan monolithic.yaml
 
+A run without a plan is planned first, and profiled where it has no profile either, as disttrain
+profile and disttrain plan do, if its cluster is this machine. Other clusters, --resume and all
+options that start no training need a plan.
+
 SIGTERM, a file logs/stop in the run's folder, or Ctrl-C finishes the step, writes a checkpoint and
 ends with exit code 143 or 130; a second signal ends at once. Exit code 4 means that a rank failed;
 the message names it and its log.
