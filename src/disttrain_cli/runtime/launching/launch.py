@@ -131,10 +131,11 @@ def launch(
             finally:
                 _end(starter)
                 log = log_dir / "starter.log"
-                with contextlib.suppress(OSError):  # a full disk
-                    log_dir.mkdir(parents=True, exist_ok=True)
-                    output.seek(0)
-                    log.write_bytes(output.read())
+                output.seek(0)
+                if text := output.read():
+                    with contextlib.suppress(OSError):  # a full disk
+                        log_dir.mkdir(parents=True, exist_ok=True)
+                        log.write_bytes(text)
         if not all_ended:
             raise _starter_failure(starter.returncode, log)
 
@@ -198,7 +199,7 @@ def _starter_failure(code: int, log: Path) -> RankFailedError:
         )
     return RankFailedError(
         "The process that starts the ranks failed",
-        f"{_last_line(log)}\nlog: {log}",
+        f"{_last_line(log) if log.exists() else ''}\nlog: {log}".strip(),
         _read(log),
     )
 
@@ -307,8 +308,9 @@ def main(arguments: list[str]) -> None:
         module, function = resolve(target)
         notes = module.before_fork(payload) if hasattr(module, "before_fork") else None
     except DisttrainError as error:
+        named = next(one for one in type(error).__mro__ if one.__module__ == errors.__name__)
         words = [error.what, error.why, error.next_step]
-        _say(int(tell), {"class": type(error).__name__, "error": words})
+        _say(int(tell), {"class": named.__name__, "error": words})
         sys.exit(1)
     _say(int(tell), {"notes": notes or []})
     more = sys.stdin.readline()
