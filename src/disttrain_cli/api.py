@@ -458,8 +458,7 @@ def plans_itself(run: Run) -> bool:
 
     cluster, path = run.file.cluster, run.dir.profile
     return not (
-        run.dir.plan.is_file()
-        or cluster.nodes > 1
+        cluster.nodes > 1
         or cluster.hostfile is not None
         or cluster.device.startswith("analytic:")
         or run.file.data.distribution is not None
@@ -467,7 +466,7 @@ def plans_itself(run: Run) -> bool:
     )
 
 
-def _plan_here(run: Run, progress: Progress, note: Note) -> tuple[Plan, Profile]:
+def _plan_here(run: Run, progress: Progress, note: Note) -> None:
     """Profile a run, where it has no profile, and plan it; raises as `profile` and `plan`."""
     if not run.dir.profile.is_file():
         note(
@@ -476,7 +475,6 @@ def _plan_here(run: Run, progress: Progress, note: Note) -> tuple[Plan, Profile]
         )
     made = plan(run, sensitivity=False, progress=progress, note=note)
     note(f"Wrote {short_path(made.path)}: the run had no plan. {made.plan.plan.describe()}")
-    return checked_plan(run)
 
 
 def checked_plan(run: Run, plan: Plan | Path | None = None) -> tuple[Plan, Profile]:
@@ -547,13 +545,14 @@ def train(
     from disttrain_cli.runtime.launching.starts import alone
 
     weights = find_origin(origin)
-    lacks_plan = plan is None and not resume and plans_itself(opened)
-    planned = None if lacks_plan else checked_plan(opened, plan)  # before anything is written
+    lacks_plan = plan is None and not opened.dir.plan.is_file()
+    if lacks_plan and (resume or not plans_itself(opened)):
+        checked_plan(opened)  # raises before the run's folder is written
     with alone(opened.dir):
-        if planned is None:
+        if lacks_plan:
             running.check_ready(opened, restart)
-            planned = _plan_here(opened, progress, note)
-        chosen, costs = planned
+            _plan_here(opened, progress, note)
+        chosen, costs = checked_plan(opened, plan)
         total = steps if steps is not None else opened.file.train.total_steps
         if profile_steps is not None:
             running.check_profiled(profile_steps, total)
