@@ -539,10 +539,11 @@ def train(
     opened = open_run(run)
     from disttrain_cli.analysis.job.files import recorded_steps
     from disttrain_cli.analysis.learning import learning
+    from disttrain_cli.data.digits import check_judge
     from disttrain_cli.mitigation.looking_after import looked_after
     from disttrain_cli.planning.check import refuse_not_run
     from disttrain_cli.runtime import train as running
-    from disttrain_cli.runtime.launching.starts import alone
+    from disttrain_cli.runtime.launching.starts import alone, check_fresh
 
     weights = find_origin(origin)
     lacks_plan = plan is None and not opened.dir.plan.is_file()
@@ -550,7 +551,9 @@ def train(
         checked_plan(opened)  # raises before the run's folder is written
     with alone(opened.dir):
         if lacks_plan:
-            running.check_ready(opened, restart)
+            check_judge(opened)
+            if not restart:
+                check_fresh(opened.dir)
             _plan_here(opened, progress, note)
         chosen, costs = checked_plan(opened, plan)
         total = steps if steps is not None else opened.file.train.total_steps

@@ -110,10 +110,13 @@ def train(
         RankFailedError: a rank failed.
     """
     _check_one_host(run, plan, profile)
-    check_ready(run, resume or restart)
+    check_judge(run)
+    metrics_named(run.file.samples.metrics)
     index = _checked_index(run, profile)
     root, total = run.dir, steps if steps is not None else run.file.train.total_steps
     resumed = step_to_resume(run, profile, root, total) if resume else None
+    if not (resume or restart):
+        check_fresh(root)
     if not resume:
         check_begins(profile)
     if profile_steps is not None:
@@ -200,20 +203,6 @@ def train(
         other_cores=other_cores,
         stopped_by=went.stopped,
     )
-
-
-def check_ready(run: Run, again: bool) -> None:
-    """Check what needs no plan: what samples are judged by, and that no checkpoint would be left
-    behind, unless it is to start `again`.
-
-    Raises:
-        SpecError: there are checkpoints.
-        DataError: what `samples.judge` needs is not installed.
-    """
-    check_judge(run)
-    metrics_named(run.file.samples.metrics)
-    if not again:
-        check_fresh(run.dir)
 
 
 def preflight(run: Run, plan: Plan, profile: Profile, *, progress: Progress = silent) -> list[str]:
