@@ -97,7 +97,8 @@ def train(
     The plan must have been checked against the run and profile (`planning.check`). A fresh start
     begins with the weights of `origin`, if given (`checkpoints.origin`). `resume` goes on from the
     newest checkpoint; where there is one, `restart` starts at step 0 and moves what is there to
-    `earlier/`. Of the steps in `profile_steps` every rank leaves torch's profile.
+    `earlier/`. Of the steps in `profile_steps` every rank leaves torch's profile. `note` is called
+    with sentences about the weights that it starts from, once they are known to fit.
 
     Raises:
         SpecError: the plan's ranks belong on several hosts, there is nothing to resume from, or
