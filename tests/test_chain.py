@@ -27,15 +27,15 @@ SMALLER = {
 }
 
 
-def disttrain(folder, *words):
-    """Exit code, stdout and stderr of one command, run in `folder`."""
+def disttrain(folder, *words, **variables):
+    """Exit code, stdout and stderr of one command, run in `folder` with these variables."""
     done = subprocess.run(
         [SCRIPT, *map(str, words)],
         cwd=folder,
         capture_output=True,
         text=True,
         stdin=subprocess.DEVNULL,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "DISTTRAIN_DEBUG": "0"},
+        env=os.environ | {"OMP_NUM_THREADS": "1", "DISTTRAIN_DEBUG": "0"} | variables,
     )
     assert "Traceback" not in done.stderr
     return done.returncode, done.stdout, done.stderr
@@ -62,7 +62,10 @@ def chain(tmp_path_factory):
     said["profile"] = document(demo, "profile", "--device", "cpu")
     said["plan"] = document(demo, "plan", "--strategy", "disaggregated")
     said["train"] = document(demo, "train", "--steps", STEPS)
-    said["resume"] = document(demo, "train", "--resume", "--steps", RESUMED_STEPS)
+    words = ("train", "--resume", "--steps", RESUMED_STEPS, "--json")
+    code, out, said["imports"] = disttrain(demo, *words, PYTHONPROFILEIMPORTTIME="1")
+    assert code == 0, out + said["imports"]
+    said["resume"] = json.loads(out)
     said["analyze"] = document(demo, "analyze")
     return demo, said
 
@@ -82,6 +85,12 @@ def test_init_names_what_it_wrote(chain):
         .startswith("# The tiny demo")
     )
     assert all(list((demo.parent / folder).glob("*.tar")) for folder in said["init"]["data"])
+
+
+def test_the_process_that_starts_ranks_imports_no_torch(chain):
+    imported = set(re.findall(r"^import time:.*\| +(\w+)$", chain[1]["imports"], re.MULTILINE))
+    assert "disttrain_cli" in imported
+    assert not imported & {"torch", "transformers", "diffusers", "deepspeed"}
 
 
 def test_profile_has_the_promised_keys_and_measured_every_module(chain):

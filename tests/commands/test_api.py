@@ -13,9 +13,11 @@ from typer.main import get_command
 
 import disttrain_cli
 from disttrain_cli import analyze, api, plan, profile, train
+from disttrain_cli.api import measuring
 from disttrain_cli.app import command_line
 from disttrain_cli.calls import OPTIONS, Reader, argument, call, read_by, spelled
 from disttrain_cli.errors import DataError, DisttrainError, MismatchError, SpecError, UsageError
+from disttrain_cli.runtime import train as training
 from disttrain_cli.spec.plan import read_plan
 from disttrain_cli.spec.profile import read_profile
 from disttrain_cli.spec.runfile import read_run
@@ -84,7 +86,8 @@ def test_notes_go_to_who_asked_for_them(run_folder):
         (lambda run: profile(run, out=run / "disttrain.yaml"), UsageError, "would be replaced"),
         (lambda run: plan(run, out=run / "disttrain.yaml"), UsageError, "would be replaced"),
         (lambda run: plan(run / "nothing.yaml"), SpecError, "nothing.yaml"),
-        (lambda run: train(run), SpecError, "plan.yaml"),
+        (lambda run: train(run, resume=True), SpecError, "plan.yaml"),
+        (lambda run: train(run, plan=run / "other.yaml"), SpecError, "other.yaml"),
         (lambda run: train(run, resume=True, restart=True), UsageError, "exclude each other"),
         (lambda run: train(run, resume=True, origin=run), UsageError, "does not go with"),
         (lambda run: train(run, origin=run / "nothing"), SpecError, "no weights to start from"),
@@ -122,6 +125,61 @@ def test_wrong_arguments_raise_the_projects_errors(run_folder, call, error, says
     with pytest.raises(error) as raised:
         call(run_folder)
     assert says in f"{raised.value.what} {raised.value.why}"
+
+
+class Started(Exception):
+    """The ranks would start now."""
+
+
+@pytest.mark.parametrize("profiled", [True, False])
+def test_training_makes_the_profile_and_the_plan_that_a_run_of_this_machine_lacks(
+    run_folder, monkeypatch, profiled
+):
+    run, notes, ran = read_run(run_folder / "disttrain.yaml"), [], []
+
+    def measured(run, *, progress, note):
+        assert not profiled
+        return measuring.ProfileResult(costs, write_whole(run.dir.profile, costs.model_dump_json()))
+
+    def start(run, *planned, **options):
+        ran.extend(planned)
+        raise Started
+
+    monkeypatch.setattr(measuring, "profile", measured)
+    monkeypatch.setattr(training, "train", start)
+    costs = read_profile(run.dir.profile)
+    if not profiled:
+        run.dir.profile.unlink()
+    with pytest.raises(Started):
+        train(run_folder, note=notes.append)
+    assert ran == [read_plan(run.dir.plan), costs]
+    said = [one for one in notes if one.startswith("Wrote")]
+    assert ["profile.json" in one for one in said] == ([False] if profiled else [True, False])
+    assert "plan.yaml" in said[-1] and ran[0].plan.describe() in said[-1]
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("nodes: 1", "nodes: 2"),
+        ("device: auto", "device: analytic:H100"),
+        ("device: auto", "hostfile: hosts"),
+        ("", "analytic"),
+    ],
+)
+def test_training_plans_nothing_for_machines_that_are_not_here(run_folder, old, new):
+    path = run_folder / "disttrain.yaml"
+    profile = read_run(path).dir.profile
+    if old:
+        path.write_text(path.read_text().replace(old, new))
+    else:
+        document = json.loads(profile.read_text())
+        document["device"]["kind"] = new
+        profile.write_text(json.dumps(document))
+    before = sorted(run_folder.rglob("*"))
+    with pytest.raises(SpecError, match="no plan") as caught:
+        train(run_folder)
+    assert "disttrain plan" in caught.value.next_step and sorted(run_folder.rglob("*")) == before
 
 
 def test_a_plan_of_another_profile_is_not_trained(run_folder):
@@ -172,10 +230,10 @@ def test_hints_of_functions_name_the_run_and_the_argument(run_folder):
         train(run_folder, resume=True, restart=True)
     assert raised.value.what == "resume=True and restart=True exclude each other"
     with pytest.raises(SpecError) as raised:
-        train(run_folder)
+        train(run_folder, resume=True)
     assert raised.value.next_step == f"Make one with: disttrain_cli.plan({str(run_folder)!r})"
     with pytest.raises(SpecError) as raised:
-        train(api.open_run(run_folder, "train.steps=3"))
+        train(api.open_run(run_folder, "train.steps=3"), resume=True)
     assert raised.value.next_step == "Make one with: disttrain_cli.plan(run)"
 
 

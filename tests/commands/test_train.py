@@ -10,6 +10,7 @@ from disttrain_cli.app import main
 from disttrain_cli.commands.steps import LiveStep
 from disttrain_cli.errors import RankFailedError, RankLostError, UsageError
 from disttrain_cli.runtime import train as training
+from disttrain_cli.runtime.launching.supervise import Planned
 
 STEPS = [
     {
@@ -52,6 +53,7 @@ def faked(planned, monkeypatch):
         origin,
         on_step,
         progress,
+        note,
         replanner,
     ):
         root = Path(run.dir.root)
@@ -60,6 +62,7 @@ def faked(planned, monkeypatch):
             progress("training", step["step"] + 1, 3)
         return training.TrainResult(
             run_dir=str(root),
+            planned=Planned(plan, profile),
             steps=STEPS,
             skipped_samples=[{"sample": "a/1", "reason": "broken"}] * 5,
             resumed_from_step=7 if resume else None,
@@ -94,16 +97,11 @@ def test_steps_losses_and_paths_are_shown(faked, capsys):
     assert err.endswith(f"Next: disttrain analyze {faked / 'runs' / 'tiny'}\n")
 
 
-def test_a_run_starts_from_another_ones_weights(faked, monkeypatch, capsys):
-    from disttrain_cli.runtime.checkpoints import origin
-
+def test_a_run_starts_from_another_ones_weights(faked, capsys):
     before = faked / "before" / "checkpoints" / "step-000009"
     before.mkdir(parents=True)
-    monkeypatch.setattr(origin, "check", lambda run, folder: [f"llm: weights from {folder}."])
-    monkeypatch.setattr(origin, "modules_in", lambda run, folder: ["llm"])
-    code, out, err = call(["train", faked, "--from", faked / "before"], capsys)
-    assert code == 0 and f"llm: weights from {before}." in err
-    assert "Started from the weights of" in out and str(before) in out
+    code, out, _ = call(["train", faked, "--from", faked / "before"], capsys)
+    assert code == 0 and "Started from the weights of" in out and str(before) in out
     said = json.loads(call(["train", faked, "--from", before.parent, "--json"], capsys)[1])
     assert said["started_from"] == str(before)
     code, _, err = call(["train", faked, "--from", faked / "before", "--dry-run"], capsys)

@@ -13,6 +13,7 @@ import pytest
 
 from disttrain_cli.api.presets import preset_text
 from disttrain_cli.runtime import train as training
+from disttrain_cli.runtime.launching.supervise import Planned
 from disttrain_cli.spec.files import fingerprint
 from disttrain_cli.spec.plan import UnitPlan, read_plan, write_plan
 from disttrain_cli.spec.runfile import read_run
@@ -235,6 +236,7 @@ def test_a_stopped_run_shows_its_steps_and_ends_with_the_signals_code(
     def train(run, plan, profile, **options):
         return training.TrainResult(
             run_dir=str(run.dir.root),
+            planned=Planned(plan, profile),
             steps=STEPS,
             skipped_samples=[],
             resumed_from_step=None,

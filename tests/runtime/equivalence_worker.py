@@ -29,10 +29,10 @@ from disttrain_cli.runtime.engine.engine import UnitEngine
 from disttrain_cli.runtime.engine.gradients import gradient_flow
 from disttrain_cli.runtime.engine.optimizer import (
     groups_of,
-    learning_rate,
     parameter_groups,
     set_lrs,
 )
+from disttrain_cli.runtime.engine.schedule import learning_rate
 from disttrain_cli.runtime.engine.stage import StageRunner
 from disttrain_cli.runtime.feeding import fetcher, fields_of, message_dtype, to_batch
 from disttrain_cli.runtime.launching.process import joined

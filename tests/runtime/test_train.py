@@ -14,6 +14,7 @@ import torch
 
 from disttrain_cli.analysis.job.database import open_database
 from disttrain_cli.analysis.job.inside import inside
+from disttrain_cli.data.index import build_index
 from disttrain_cli.data.sample_data import write_sample_data
 from disttrain_cli.errors import MismatchError, RankFailedError, SpecError
 from disttrain_cli.runtime.checkpoints.checkpoint import read_tensors
@@ -99,9 +100,10 @@ def test_a_processor_that_changed_since_the_profile_is_refused(tmp_path: Path, d
         for head in profile.inputs.heads
     ]
     inputs = profile.inputs.model_copy(update={"heads": heads})
+    marks = profile.fingerprints.model_copy(update={"data": build_index(run, inputs).fingerprint})
     with pytest.raises(MismatchError, match="asks for other data"):
-        train(run, plan, profile.model_copy(update={"inputs": inputs}))
-    assert not run.dir.checkpoints.exists()
+        train(run, plan, profile.model_copy(update={"inputs": inputs, "fingerprints": marks}))
+    assert not run.dir.checkpoints.exists() and not run.dir.traces.exists()
 
 
 def test_a_killed_rank_ends_the_job_and_is_named(tmp_path: Path, data: Path) -> None:

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from disttrain_cli.api import measuring, planning
 from disttrain_cli.api.measuring import passes_of
 from disttrain_cli.api.opening import Note, check_choice, check_number, ignore, open_run, path_of
 from disttrain_cli.api.planning import checked_plan
@@ -49,6 +50,9 @@ def train(
 ) -> TrainResult:
     """Train by the plan, with a process per rank on this host; write checkpoints and traces.
 
+    A run that has no plan yet is planned first, and profiled if it has no profile either, where its
+    cluster is this machine (`plans_itself`).
+
     Args:
         plan: the plan to run, or its file, instead of the run's own.
         steps: optimizer steps in all, instead of the run file's.
@@ -69,14 +73,23 @@ def train(
     check_start(resume, restart, origin)
     check_number("steps", steps, 1)
     opened = open_run(run)
+    from disttrain_cli.data.metrics import check_scores
     from disttrain_cli.mitigation.learned import learned
     from disttrain_cli.mitigation.looking_after import looked_after
     from disttrain_cli.planning.check import refuse_not_run
     from disttrain_cli.runtime import train as running
-    from disttrain_cli.runtime.launching.starts import alone
+    from disttrain_cli.runtime.launching.starts import alone, check_fresh
 
+    weights = find_origin(origin)
+    lacks_plan = plan is None and not opened.dir.plan.is_file()
+    if lacks_plan and (resume or not plans_itself(opened)):
+        checked_plan(opened)  # raises before the run's folder is written
     with alone(opened.dir):
-        weights = find_origin(origin)
+        if lacks_plan:
+            check_scores(opened)
+            if not restart:
+                check_fresh(opened.dir)
+            _plan_here(opened, progress, note)
         chosen, costs = checked_plan(opened, plan)
         total = steps if steps is not None else opened.file.train.total_steps
         if profile_steps is not None:
@@ -84,7 +97,7 @@ def train(
         refuse_not_run(chosen, opened.file, costs)
         if not resume:
             opened.fetch_weights(progress)
-        say_start(opened, total, weights, resume, note)
+        say_start(opened, total, note)
         if passes := passes_of(opened, costs, total):
             note(passes)
         file = Path(plan) if isinstance(plan, Path | str) else opened.dir.plan
@@ -100,10 +113,35 @@ def train(
                 origin=weights,
                 on_step=on_step,
                 progress=progress,
+                note=note,
                 replanner=replanner,
             )
     verdict = learned(opened, costs, result.samples, note)
     return result.model_copy(update={"learning": verdict})
+
+
+def plans_itself(run: Run) -> bool:
+    """True if `train` makes the plan that a run lacks: its cluster is this machine, and it has data
+    to train on."""
+    from disttrain_cli.spec.profile import read_profile
+
+    cluster, path = run.file.cluster, run.dir.profile
+    return not (
+        cluster.nodes > 1
+        or cluster.hostfile is not None
+        or cluster.device.startswith("analytic:")
+        or run.file.data.distribution is not None
+        or (path.is_file() and read_profile(path).device.kind == "analytic")
+    )
+
+
+def _plan_here(run: Run, progress: Progress, note: Note) -> None:
+    """Profile a run that has no profile, and plan it; raises as `profile` and `plan`."""
+    if not run.dir.profile.is_file():
+        path = measuring.profile(run, progress=progress, note=note).path
+        note(f"Wrote {short_path(path)}: the run had no profile.")
+    made = planning.plan(run, sensitivity=False, progress=progress, note=note)
+    note(f"Wrote {short_path(made.path)}: the run had no plan. {made.plan.plan.describe()}")
 
 
 def check_start(resume: bool, restart: bool, origin: Path | str | None) -> None:
@@ -132,24 +170,15 @@ def find_origin(origin: Path | str | None) -> Path | None:
     return find(Path(origin))
 
 
-def say_start(run: Run, total: int, origin: Path | None, resume: bool, note: Note) -> None:
-    """Note where weights come from, which modules learn nothing in the last of `total` steps, and
-    a token that other users can read.
-
-    Raises:
-        SpecError: the weights do not fit the model.
-    """
+def say_start(run: Run, total: int, note: Note) -> None:
+    """Note which modules learn nothing in the last of `total` steps, and a token that other users
+    can read."""
     from disttrain_cli.data.serving.access import exposed
-    from disttrain_cli.runtime.checkpoints.origin import starts
-    from disttrain_cli.runtime.engine.optimizer import beyond_schedule
+    from disttrain_cli.runtime.engine.schedule import beyond_schedule
 
     token = run.file.preprocess.token_file
     secrets = {"preprocess.token_file": None if token is None else run.resolve(token)}
-    for sentence in [
-        *starts(run, origin, resume),
-        *beyond_schedule(run, total),
-        *exposed(secrets),
-    ]:
+    for sentence in [*beyond_schedule(run, total), *exposed(secrets)]:
         note(sentence)
 
 
@@ -276,6 +305,7 @@ def emit(
     for sentence in (*notes, *check_planned(opened, chosen, profile, kind)):
         note(sentence)
     total = steps if steps is not None else opened.file.train.total_steps
+    from disttrain_cli.runtime.checkpoints.origin import starts
     from disttrain_cli.runtime.launching.emit import jobset, skypilot, slurm, torchrun
     from disttrain_cli.runtime.launching.emit.scripts import Start
     from disttrain_cli.runtime.train import check_profiled
@@ -283,7 +313,9 @@ def emit(
     if profile_steps is not None:
         check_profiled(profile_steps, total)
     if not preflight:
-        say_start(opened, total, weights, resume, note)
+        for sentence in starts(opened, weights, resume):
+            note(sentence)
+        say_start(opened, total, note)
     start = Start(
         total,
         resume=resume,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from disttrain_cli.api import checked_plan, dry_run, emit, train
+from disttrain_cli.api import dry_run, emit, train
 from disttrain_cli.api import preflight as try_out
 from disttrain_cli.api.ranks import Kind
 from disttrain_cli.commands.common import (
@@ -24,7 +24,7 @@ from disttrain_cli.commands.common import (
 )
 from disttrain_cli.commands.launching import show_preflight, show_ranks, show_written
 from disttrain_cli.commands.steps import LiveStep
-from disttrain_cli.commands.train_modes import Asked, Chosen, choose, opened
+from disttrain_cli.commands.train_modes import Asked, Chosen, choose
 from disttrain_cli.commands.train_tables import show_result
 from disttrain_cli.console import Console
 from disttrain_cli.errors import RankLostError
@@ -48,6 +48,10 @@ $ disttrain train --resume
 $ disttrain train --from runs/projectors
 $ disttrain train --profile-steps 5:8
 $ disttrain train demo/disttrain.yaml --plan monolithic.yaml
+
+A run without a plan is planned first, and profiled where it has no profile either, as disttrain
+profile and disttrain plan do, if its cluster is this machine. Other clusters, --resume and all
+options that start no training need a plan.
 
 SIGTERM, a file logs/stop in the run's folder, or Ctrl-C finishes the step, writes a checkpoint and
 ends with exit code 143 or 130; a second signal ends at once. Exit code 4 means that a rank failed;
@@ -166,9 +170,6 @@ def run(
         emit=emit,
         out=out,
     )
-    if emit is not None and not dry_run:
-        _write_scripts(console, emit, asked)
-        return
     chosen = choose(asked)
     if device is not None:
         _step_on_fakes(console, chosen)
@@ -178,6 +179,8 @@ def run(
         from disttrain_cli.commands.rehearsal import run_rehearsal
 
         run_rehearsal(console, run_file, chosen.run, chosen.plan, chosen.profile, steps, resume)
+    elif emit is not None:
+        _write_scripts(console, emit, asked, chosen)
     elif preflight:
         with console.progress() as progress:
             done = try_out(chosen.run, plan=chosen.plan, progress=progress)
@@ -206,8 +209,7 @@ def _train(console: Console, asked: Asked, chosen: Chosen) -> None:
             note=console.note,
         )
     console.result(result, result.run_dir)
-    ran = checked_plan(chosen.run, asked.plan) if result.replans else (chosen.plan, chosen.profile)
-    show_result(console, asked.run_file, result, *ran)
+    show_result(console, asked.run_file, result)
     _say_next(console, asked.run_file, chosen.run, result, again)
 
 
@@ -219,10 +221,9 @@ def _step_on_fakes(console: Console, chosen: Chosen) -> None:
         raise SystemExit(1)
 
 
-def _write_scripts(console: Console, kind: Kind, asked: Asked) -> None:
-    run, profiled = opened(asked)
+def _write_scripts(console: Console, kind: Kind, asked: Asked, chosen: Chosen) -> None:
     written = emit(
-        run,
+        chosen.run,
         kind=kind,
         plan=asked.plan,
         out=asked.out,
@@ -230,7 +231,7 @@ def _write_scripts(console: Console, kind: Kind, asked: Asked) -> None:
         resume=asked.resume,
         restart=asked.restart,
         origin=asked.origin,
-        profile_steps=profiled,
+        profile_steps=chosen.profiled,
         preflight=asked.preflight,
         note=console.note,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,14 +40,40 @@ class Asked:
 
 @dataclass(frozen=True)
 class Chosen:
-    """What it stands for, read and checked."""
+    """What it stands for, read and checked; the plan is read when it is asked for, as training may
+    have to write it first."""
 
+    asked: Asked
     run: Run
-    plan: Plan
-    profile: Profile
     weights: Path | None  # the folder to start from
     profiled: range | None  # steps of which torch's profile is recorded
-    total: int  # steps
+
+    @cached_property
+    def planned(self) -> tuple[Plan, Profile]:
+        """The plan and the profile; raises as `api.checked_plan`, and UsageError where the run has
+        none of the steps to profile."""
+        plan, profile = checked_plan(self.run, self.asked.plan)
+        if self.profiled is not None:
+            from disttrain_cli.runtime.train import check_profiled
+
+            check_profiled(self.profiled, self.total)
+        return plan, profile
+
+    @property
+    def plan(self) -> Plan:
+        """The plan to run."""
+        return self.planned[0]
+
+    @property
+    def profile(self) -> Profile:
+        """The profile from which it was made."""
+        return self.planned[1]
+
+    @property
+    def total(self) -> int:
+        """Number of steps."""
+        steps = self.asked.steps
+        return steps if steps is not None else self.run.file.train.total_steps
 
 
 def choose(asked: Asked) -> Chosen:
@@ -54,29 +81,13 @@ def choose(asked: Asked) -> Chosen:
 
     Raises:
         UsageError: options exclude each other, or would have no effect.
-        SpecError, MismatchError: a file is missing or wrong, or the plan belongs to another run.
-    """
-    run, profiled = opened(asked)
-    weights = find_origin(asked.origin)
-    plan, profile = checked_plan(run, asked.plan)
-    total = asked.steps if asked.steps is not None else run.file.train.total_steps
-    if profiled is not None:
-        from disttrain_cli.runtime.train import check_profiled
-
-        check_profiled(profiled, total)
-    return Chosen(run, plan, profile, weights, profiled, total)
-
-
-def opened(asked: Asked) -> tuple[Run, range | None]:
-    """Read the run file; return it and the steps of which torch's profile is recorded.
-
-    Raises:
-        UsageError, SpecError: as `choose`.
+        SpecError: a file is missing or wrong.
     """
     run = open_run(asked.run_file, *asked.settings)
     _check_modes(asked)
     check_start(asked.resume, asked.restart, asked.origin)
-    return run, _steps_to_profile(asked)
+    profiled = _steps_to_profile(asked)
+    return Chosen(asked, run, find_origin(asked.origin), profiled)
 
 
 def _check_modes(asked: Asked) -> None:

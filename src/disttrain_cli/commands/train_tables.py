@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from disttrain_cli.console import Console
     from disttrain_cli.runtime.launching.supervise import Replanned
     from disttrain_cli.runtime.train import TrainResult
-    from disttrain_cli.spec.plan import Plan
-    from disttrain_cli.spec.profile import Profile
     from disttrain_cli.spec.samples import Samples
 
 TABLE_STEPS = 7  # steps shown: the first, the last, and some between
@@ -25,10 +23,9 @@ ANSWERS = 12  # shown at most
 SLOWER = 1.05  # times the predicted step, from which on it is said what ranks waited for
 
 
-def show_result(
-    console: Console, run_file: Path, result: TrainResult, chosen: Plan, profile: Profile
-) -> None:
+def show_result(console: Console, run_file: Path, result: TrainResult) -> None:
     """Steps, prediction beside measurement, what was skipped, and what was written."""
+    chosen, profile = result.planned
     _show_steps(console, result.steps)
     for step in [step for step in result.steps if "evaluation" in step][-TABLE_STEPS:]:
         console.say(f"Held out, after step {step['step']}: {listed(step['evaluation'])}")

@@ -28,7 +28,8 @@ from disttrain_cli.runtime.checkpoints.averaging import Average
 from disttrain_cli.runtime.checkpoints.checkpoint import Saver
 from disttrain_cli.runtime.checkpoints.folder import recorded
 from disttrain_cli.runtime.engine.engine import UnitEngine
-from disttrain_cli.runtime.engine.optimizer import learning_rate, lrs, set_lrs
+from disttrain_cli.runtime.engine.optimizer import set_lrs
+from disttrain_cli.runtime.engine.schedule import learning_rate, lrs
 from disttrain_cli.runtime.evaluation import Evaluation, world_losses
 from disttrain_cli.runtime.launching.ending import told_at_once
 from disttrain_cli.runtime.watching.core_wait import UNKNOWN, CoreWait

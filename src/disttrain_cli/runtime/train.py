@@ -7,10 +7,11 @@ import json
 import os
 from collections.abc import Callable
 from contextlib import closing
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from disttrain_cli.calls import argument, call
 from disttrain_cli.data.epochs.mixture import mixture_of
@@ -19,8 +20,7 @@ from disttrain_cli.data.index_checks import check_profiled_data
 from disttrain_cli.data.latents import described
 from disttrain_cli.data.metrics import check_scores
 from disttrain_cli.data.packing import SequenceStream
-from disttrain_cli.errors import MismatchError, SpecError, UsageError
-from disttrain_cli.models.graph import describe
+from disttrain_cli.errors import SpecError, UsageError
 from disttrain_cli.runtime.checkpoints.folder import best_of, latest
 from disttrain_cli.runtime.checkpoints.phases import check_begins
 from disttrain_cli.runtime.launching.devices import visible_devices
@@ -55,6 +55,7 @@ class TrainResult(BaseModel):
     """What `train --json` prints."""
 
     run_dir: str
+    planned: Planned = Field(exclude=True)  # of the last start
     steps: list[dict[str, Any]]
     skipped_samples: list[dict[str, str]]
     resumed_from_step: int | None
@@ -84,6 +85,7 @@ def train(
     origin: Path | None = None,
     on_step: Callable[[dict[str, Any]], None] | None = None,
     progress: Progress = silent,
+    note: Callable[[str], object] = lambda sentence: None,
     replanner: Replanner | None = None,
 ) -> TrainResult:
     """Run the plan to `steps` optimizer steps (the run file's, if not given) and generate sample
@@ -95,7 +97,8 @@ def train(
     The plan must have been checked against the run and profile (`planning.check`). A fresh start
     begins with the weights of `origin`, if given (`checkpoints.origin`). `resume` goes on from the
     newest checkpoint; where there is one, `restart` starts at step 0 and moves what is there to
-    `earlier/`. Of the steps in `profile_steps` every rank leaves torch's profile.
+    `earlier/`. Of the steps in `profile_steps` every rank leaves torch's profile. `note` is called
+    with sentences about the weights that it starts from, once they are known to fit.
 
     Raises:
         SpecError: the plan's ranks belong on several hosts, there is nothing to resume from, or
@@ -133,6 +136,7 @@ def train(
             on_step(step)
 
     during = During(run, profile, total, progress)
+    said_once = cache(note)  # restarts repeat it
 
     def start(planned: Planned, resume: bool, watch: Callable[[], None]) -> Reports:
         def look() -> None:
@@ -149,6 +153,7 @@ def train(
             resume=resume,
             on_step=take,
             progress=progress,
+            note=said_once,
             watch=look,
             variables=visible_devices(
                 planned.profile.device.kind,
@@ -184,6 +189,7 @@ def train(
             progress(f"warning: samples.answers: nothing was answered, {why}", 0, 0)
     return TrainResult(
         run_dir=str(root.root),
+        planned=went.planned,
         steps=merged(rows),
         skipped_samples=_skipped(run, index),
         resumed_from_step=resumed,
@@ -270,14 +276,8 @@ def _check_one_host(run: Run, plan: Plan, profile: Profile) -> None:
 
 
 def _checked_index(run: Run, profile: Profile) -> Index:
-    """The data's index; data other than those profiled, or latents of others, or a model that
-    asks for other data, are refused before anything is moved or started."""
-    if describe(run) != profile.inputs:
-        raise MismatchError(
-            "The model asks for other data than when it was profiled",
-            "the configuration or image processor in a folder of its has changed",
-            f"Profile and plan again: {call('profile')} && {call('plan')}",
-        )
+    """The data's index; data other than those profiled, or latents of others, are refused before
+    anything is moved or started."""
     index = read_index(run, profile.inputs)
     check_profiled_data(index.fingerprint, profile)
     described(run, index)

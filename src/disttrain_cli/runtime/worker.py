@@ -25,6 +25,8 @@ from disttrain_cli.data.loader import Loader
 from disttrain_cli.data.ordering.orders import Orders
 from disttrain_cli.data.packing import SequenceStream
 from disttrain_cli.data.preparing import reads_files
+from disttrain_cli.errors import MismatchError
+from disttrain_cli.models.graph import describe as model_inputs
 from disttrain_cli.models.graph import layer_table
 from disttrain_cli.runtime.checkpoints import checkpoint, origin
 from disttrain_cli.runtime.checkpoints.averaging import Average
@@ -46,6 +48,7 @@ from disttrain_cli.runtime.watching.profiles import StepProfiler
 from disttrain_cli.runtime.watching.tracing import Tracer, wall_clock
 from disttrain_cli.runtime.watching.trackers import NewSamples, figures_of, trackers_of
 from disttrain_cli.runtime.watching.watch import Watch
+from disttrain_cli.spec.inputs import ModelInputs
 from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.rundir import stop_file, stopped_file, verdicts_file
@@ -54,9 +57,28 @@ from disttrain_cli.spec.stage_graph import RankCoords
 from disttrain_cli.spec.whole import write_whole
 
 
-def before_fork(payload: dict[str, Any]) -> None:
-    """Import the model's classes and build its table once for all ranks."""
-    layer_table(read_run(*payload["run"]))
+def before_fork(payload: dict[str, Any]) -> list[str]:
+    """Import the model's classes, build its table once for all ranks, and compare the model with
+    the profile and with the weights that it starts from; returns notes on these for the user, which
+    `--emit` shows by itself.
+
+    Raises:
+        MismatchError: the model is another than the profile's.
+        SpecError: weights do not fit the model.
+    """
+    run = read_run(*payload["run"])
+    if model_inputs(run) != ModelInputs.model_validate(payload["profile"]["inputs"]):
+        raise MismatchError(
+            "The model asks for other data than when it was profiled",
+            "the configuration or image processor in one of its folders has changed",
+            "Profile and plan again: disttrain profile && disttrain plan",
+        )
+    layer_table(run)
+    if "start_file" in payload:
+        return []
+    return origin.starts(
+        run, Path(payload["from"]) if "from" in payload else None, payload["resume"]
+    )
 
 
 def main(payload: dict[str, Any]) -> None:

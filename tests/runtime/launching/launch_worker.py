@@ -12,9 +12,19 @@ from typing import Any
 
 import psutil
 
-from disttrain_cli.errors import DisttrainError
+from disttrain_cli.errors import DisttrainError, SpecError
 from disttrain_cli.runtime.launching.launch import launch
 from disttrain_cli.spec.whole import write_whole
+
+
+class UnfitError(SpecError):
+    """An error of a class that the launcher does not import."""
+
+
+def before_fork(payload: dict[str, Any]) -> list[str]:
+    if "unfit" in payload:
+        raise UnfitError("The weights do not fit", payload["unfit"], "Take others.")
+    return payload.get("notes", [])
 
 
 def write_rank(payload: dict[str, Any]) -> None:

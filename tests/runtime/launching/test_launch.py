@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from disttrain_cli.errors import RankFailedError, RankLostError
+from disttrain_cli.errors import RankFailedError, RankLostError, SpecError
 from disttrain_cli.runtime.launching.launch import _failure, launch
 from disttrain_cli.runtime.launching.rank import ALLOCATOR, settle
 from tests.runtime.factory import write_run
@@ -29,6 +29,29 @@ def test_every_rank_runs_with_its_environment(tmp_path: Path) -> None:
         "1": "3",
         "2": "3",
     }
+
+
+def test_a_start_begins_once_its_ranks_can_be_forked(tmp_path: Path) -> None:
+    logs, notes = tmp_path / "logs", list[str]()
+
+    def begin(said: list[str]) -> dict[str, str]:
+        assert not logs.exists()
+        notes.extend(said)
+        return {"folder": str(tmp_path)}
+
+    target = "tests.runtime.launching.launch_worker:write_rank"
+    launch(1, target, {"notes": ["llm: random weights."] * 9999}, logs, begin=begin)
+    assert notes == ["llm: random weights."] * 9999 and (tmp_path / "0").read_text() == "1"
+
+
+def test_what_is_wrong_before_ranks_are_forked_is_raised_before_anything_is_written(
+    tmp_path: Path,
+) -> None:
+    target = "tests.runtime.launching.launch_worker:write_rank"
+    with pytest.raises(SpecError, match="The weights do not fit") as caught:
+        launch(1, target, {"unfit": "long " * 9999}, tmp_path / "logs", begin=pytest.fail)
+    assert type(caught.value) is SpecError and caught.value.why == "long " * 9999
+    assert caught.value.next_step == "Take others." and list(tmp_path.iterdir()) == []
 
 
 def test_a_failing_rank_is_named_and_ends_the_others(tmp_path: Path) -> None:

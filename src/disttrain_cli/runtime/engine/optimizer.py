@@ -1,5 +1,4 @@
-"""AdamW over the trained weights of a stage: parameter groups, learning rates, and each rank's
-share of the norm.
+"""AdamW over the trained weights of a stage: parameter groups, and each rank's share of the norm.
 
 Weights are grouped so that every flat partition of ZeRO lies in one bucket of layers
 (`costs.buckets`) and is of one kind: one module (or the projectors), decaying or not, divided over
@@ -11,19 +10,17 @@ from the gradient); biases, norms and other single vectors, such as a class toke
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from disttrain_cli.calls import argument, spelled
 from disttrain_cli.costs.buckets import buckets
 from disttrain_cli.models.division import shard_of, whole_shape
 from disttrain_cli.models.layer import PipelineLayer
 from disttrain_cli.models.tying import copy_of
-from disttrain_cli.spec.runfile import Run
+from disttrain_cli.runtime.engine.schedule import learning_rate
 from disttrain_cli.spec.runfile.train import OptimizerSpec, TrainSpec
 
 
@@ -88,42 +85,6 @@ def make_optimizer(
         torch.optim.AdamW(groups, betas=optimizer.betas, eps=optimizer.eps, fused=True)
         if groups
         else None
-    )
-
-
-def learning_rate(train: TrainSpec, module: str, step: int) -> float:
-    """Rate of a module (or "projectors") in a step: linear warm-up, then its schedule, which ends
-    at the run file's last step."""
-    spec = train.optimizer.of(module)
-    if step < spec.warmup_steps:
-        return spec.lr * (step + 1) / spec.warmup_steps
-    if spec.schedule == "constant":
-        return spec.lr
-    done = min(1.0, (step - spec.warmup_steps) / max(1, train.total_steps - spec.warmup_steps))
-    left = 1.0 - done if spec.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
-    return spec.lr * (spec.min_lr_fraction + (1.0 - spec.min_lr_fraction) * left)
-
-
-def lrs(run: Run, step: int) -> dict[str, float]:
-    """Learning rate of every module that is trained, and of the projectors, in a step."""
-    return {
-        name: learning_rate(run.file.train, name, step) for name in run.file.model.trained_names
-    }
-
-
-def beyond_schedule(run: Run, total: int) -> list[str]:
-    """Say which modules learn nothing in the last of `total` steps: their schedules end at zero, at
-    the run file's last."""
-    end, field = run.file.train.total_steps, run.file.train.ends_by
-    idle = [name for name, lr in lrs(run, total - 1).items() if lr == 0.0] if total > end else []
-    return (
-        [
-            f"warning: {', '.join(idle)}: the schedule ends at {field}, {end}, and the learning"
-            f" rate is 0 from there on. To learn in all {total} steps, raise {field} to as many"
-            f" instead of {spelled(argument('steps'))}."
-        ]
-        if idle
-        else []
     )
 
 

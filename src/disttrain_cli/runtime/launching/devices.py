@@ -7,13 +7,13 @@ import os
 import socket
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Literal
-
-import torch
+from typing import TYPE_CHECKING, Literal
 
 from disttrain_cli.calls import argument, call
 from disttrain_cli.errors import DisttrainError, SpecError
-from disttrain_cli.models.host import use_cuda
+
+if TYPE_CHECKING:
+    import torch
 
 Backend = Literal["nccl", "gloo"]
 MOST_NAMED = 4
@@ -86,6 +86,10 @@ def rank_device(kind: str) -> torch.device:
     Raises:
         DisttrainError: there is none.
     """
+    import torch
+
+    from disttrain_cli.models.host import use_cuda
+
     if kind == "cpu":
         return torch.device("cpu")
     return use_cuda(device_index(os.environ, torch.cuda.device_count()))
@@ -99,6 +103,8 @@ def identity(device: torch.device) -> str:
     """
     if device.type != "cuda":
         return ""
+    import torch
+
     known = torch.cuda.get_device_properties(device)
     if not hasattr(known, "pci_domain_id"):
         return f"GPU-{known.uuid}"

@@ -2,10 +2,11 @@
 
 `launch` starts one *starter* process, which imports what the ranks need once and forks them:
 importing torch and its friends takes seconds of a core, and six ranks on a laptop would each pay
-it. A rank tells the launcher over a pipe what went wrong, and the starter how each rank ended.
-Payloads are JSON files, nothing is pickled, no shell is involved. The starter opens the socket of
-the rendezvous itself, on loopback: torch's own would listen on every interface. Ranks end when the
-starter is gone, and the starter when the launcher is.
+it. The launcher imports none of them: what they are needed for before a run's folder changes is
+checked by the starter, which then waits for the launcher. A rank reports over a pipe what went
+wrong, and the starter how each rank ended. Messages are lines of JSON, nothing is pickled, no shell
+is involved. The starter opens the socket of the rendezvous itself, on loopback: torch's own would
+listen on every interface. Ranks end when the starter is gone, and the starter when the launcher is.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from disttrain_cli import errors
 from disttrain_cli.errors import DisttrainError, RankFailedError, RankLostError
 from disttrain_cli.runtime.launching.rank import live, resolve, settle
 from disttrain_cli.spec.rundir import rank_log
@@ -61,6 +63,7 @@ def launch(
     log_dir: Path,
     *,
     timeout_s: float | None = None,
+    begin: Callable[[list[str]], dict[str, Any]] = lambda notes: {},
     on_poll: Callable[[], None] | None = None,
     variables: Mapping[str, str] | None = None,
 ) -> None:
@@ -71,14 +74,14 @@ def launch(
     `variables` in its environment; its output goes to the rank's log. `payload["device"]` is "cuda"
     where the function computes there (`rank.settle`). Where the target's module has a function
     `before_fork`, it is called with the payload once, before the ranks are forked, to import what
-    they need; it starts no thread and touches no device. `on_poll` is called about every 50 ms.
+    they need; it starts no thread and touches no device. `begin` is called with the notes that it
+    returns, if any, before anything is written to `log_dir`; what `begin` returns is added to the
+    payload. `on_poll` is called about every 50 ms.
 
     Raises:
+        DisttrainError: as `before_fork`.
         RankFailedError: a rank ended with an error or the time ran out; the others are ended first.
     """
-    log_dir.mkdir(parents=True, exist_ok=True)
-    for rank in range(world_size):
-        rank_log(log_dir, rank).write_bytes(b"")
     environment = (
         os.environ
         | {
@@ -93,9 +96,15 @@ def launch(
         }
         | dict(variables or {})
     )
-    with tempfile.TemporaryFile("w+") as given, (log_dir / "starter.log").open("wb") as log:
-        json.dump(payload, given)
-        given.seek(0)
+
+    def ready(notes: list[str]) -> dict[str, Any]:
+        more = begin(notes)
+        log_dir.mkdir(parents=True, exist_ok=True)
+        for rank in range(world_size):
+            rank_log(log_dir, rank).write_bytes(b"")
+        return more
+
+    with tempfile.TemporaryFile() as output:
         told, tell = os.pipe()
         starter = subprocess.Popen(
             [
@@ -108,18 +117,34 @@ def launch(
                 str(tell),
             ],
             env=environment,
-            stdin=given,
-            stdout=log,
-            stderr=log,
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=output,
             start_new_session=True,
             pass_fds=[tell],
         )
         os.close(tell)
         with os.fdopen(told, "rb", buffering=0) as ends:
             try:
-                _wait(starter, ends, world_size, log_dir, timeout_s, on_poll)
+                _send(starter, payload)
+                all_ended = _wait(starter, ends, world_size, log_dir, timeout_s, ready, on_poll)
             finally:
                 _end(starter)
+                log = log_dir / "starter.log"
+                output.seek(0)
+                if text := output.read():
+                    with contextlib.suppress(OSError):  # a full disk
+                        log_dir.mkdir(parents=True, exist_ok=True)
+                        log.write_bytes(text)
+        if not all_ended:
+            raise _starter_failure(starter.returncode, log)
+
+
+def _send(starter: subprocess.Popen[bytes], message: dict[str, Any]) -> None:
+    assert starter.stdin is not None
+    with contextlib.suppress(BrokenPipeError):  # it is gone, as `_wait` finds out
+        starter.stdin.write(json.dumps(message).encode() + b"\n")
+        starter.stdin.flush()
 
 
 def _wait(
@@ -128,15 +153,22 @@ def _wait(
     world_size: int,
     log_dir: Path,
     timeout_s: float | None,
+    ready: Callable[[list[str]], dict[str, Any]],
     on_poll: Callable[[], None] | None,
-) -> None:
+) -> bool:
+    """Follow the starter's messages until all ranks have ended; False where it ended before."""
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     os.set_blocking(ends.fileno(), False)
-    told = b""
+    told, begun = b"", False
     while True:
         starter_gone = starter.poll() is not None
         told += ends.read() or b""
         lines = [json.loads(line) for line in told.split(b"\n")[:-1]]
+        if lines and not begun:
+            if "notes" not in lines[0]:
+                raise getattr(errors, lines[0]["class"])(*lines[0]["error"])
+            _send(starter, ready(lines[0]["notes"]))
+            begun = True
         codes = {line["rank"]: line["code"] for line in lines if "code" in line}
         if any(codes.values()):
             raise _failure(
@@ -145,20 +177,9 @@ def _wait(
         if on_poll:
             on_poll()
         if len(codes) == world_size:
-            return
+            return True
         if starter_gone:
-            log, code = log_dir / "starter.log", starter.returncode
-            if code < 0:
-                raise RankLostError(
-                    f"The process that starts the ranks {_ending(code)}",
-                    f"{_memory(code)}log: {log}",
-                    _read(log),
-                )
-            raise RankFailedError(
-                "The process that starts the ranks failed",
-                f"{_last_line(log)}\nlog: {log}",
-                _read(log),
-            )
+            return False
         if deadline is not None and time.monotonic() > deadline:
             waiting = [rank for rank in range(world_size) if rank not in codes]
             raise RankLostError(
@@ -167,6 +188,20 @@ def _wait(
                 _read(rank_log(log_dir, waiting[0])),
             )
         time.sleep(POLL_S)
+
+
+def _starter_failure(code: int, log: Path) -> RankFailedError:
+    if code < 0:
+        return RankLostError(
+            f"The process that starts the ranks {_ending(code)}",
+            f"{_memory(code)}log: {log}",
+            _read(log),
+        )
+    return RankFailedError(
+        "The process that starts the ranks failed",
+        f"{_last_line(log) if log.exists() else ''}\nlog: {log}".strip(),
+        _read(log),
+    )
 
 
 def _failure(codes: dict[int, int], errors: dict[int, list[str]], log_dir: Path) -> RankFailedError:
@@ -263,15 +298,25 @@ def _loopback_interface() -> str:
 
 
 def main(arguments: list[str]) -> None:
-    """Entry of the starter: TARGET LAUNCHER LOG_DIR PIPE, the payload as input. Tells how each rank
-    ends."""
+    """Entry of the starter: TARGET LAUNCHER LOG_DIR PIPE. Input is the payload, and once the pipe
+    says that ranks can be forked, more of it; then the pipe says how each rank ends."""
     target, launcher, log_dir, tell = arguments
     end_with(int(launcher))
-    payload = json.load(sys.stdin)
+    payload = json.loads(sys.stdin.readline())
     settle(payload.get("device", "cpu"))
-    module, function = resolve(target)
-    if hasattr(module, "before_fork"):
-        module.before_fork(payload)
+    try:
+        module, function = resolve(target)
+        notes = module.before_fork(payload) if hasattr(module, "before_fork") else None
+    except DisttrainError as error:
+        named = next(one for one in type(error).__mro__ if one.__module__ == errors.__name__)
+        words = [error.what, error.why, error.next_step]
+        _say(int(tell), {"class": named.__name__, "error": words})
+        sys.exit(1)
+    _say(int(tell), {"notes": notes or []})
+    more = sys.stdin.readline()
+    if not more:  # the launcher is gone
+        sys.exit(1)
+    payload |= json.loads(more)
     gc.freeze()  # ranks share what is imported, and no collection looks at it again
     listener = socket.create_server((LOOPBACK, 0))
     os.environ |= {"MASTER_PORT": str(listener.getsockname()[1]), LISTENER: str(listener.fileno())}
@@ -292,8 +337,11 @@ def main(arguments: list[str]) -> None:
     listener.close()
     while ranks:
         pid, status = os.wait()
-        ending = {"rank": ranks.pop(pid), "code": os.waitstatus_to_exitcode(status)}
-        os.write(int(tell), json.dumps(ending).encode() + b"\n")
+        _say(int(tell), {"rank": ranks.pop(pid), "code": os.waitstatus_to_exitcode(status)})
+
+
+def _say(pipe: int, message: dict[str, Any]) -> None:
+    os.write(pipe, json.dumps(message).encode() + b"\n")
 
 
 def _tell(pipe: int, rank: int, error: DisttrainError) -> None:

@@ -40,48 +40,53 @@ def run_ranks(
     resume: bool,
     on_step: Callable[[dict[str, Any]], None] | None,
     progress: Progress,
+    note: Callable[[str], object] = lambda sentence: None,
     watch: Callable[[], None] = lambda: None,
     variables: Mapping[str, str] | None = None,
 ) -> Reports:
     """Start the processes of a job and follow them to the end; the job and the payload get the
     start's name.
 
-    A fresh start moves what an earlier one left to `earlier/`. `watch` is called about every 50 ms,
-    and `variables` are in the processes' environment.
+    A fresh start moves what an earlier one left to `earlier/`, once the target's `before_fork` has
+    found nothing wrong; `note` is called with what that returns. From then on `watch` is called
+    about every 50 ms. `variables` are in the processes' environment.
 
     Raises:
         SpecError: a folder of the run cannot be written.
         RankFailedError: a rank failed.
+        DisttrainError: as the target's `before_fork`.
     """
-    name, reports, notes = begin_start(folder, job, resume)
-    for note in notes:
-        progress(note, 0, 0)
-    reader = Reports(name, reports, on_step, progress, steps)
+    begun: list[Reports] = []
     progress("starting ranks", 0, 0)
 
+    def begin(notes: list[str]) -> dict[str, Any]:
+        for sentence in notes:
+            note(sentence)
+        name, reports, moved = begin_start(folder, job, resume)
+        for sentence in moved:
+            progress(sentence, 0, 0)
+        begun.append(Reports(name, reports, on_step, progress, steps))
+        return {"name": name, "steps_file": str(reports)}
+
     def poll() -> None:
-        reader.poll()
-        watch()
+        for reader in begun:
+            reader.poll()
+            watch()
 
     try:
         launching.launch(
             processes,
             target,
-            payload
-            | {
-                "name": name,
-                "steps": steps,
-                "resume": resume,
-                "logs": str(folder.logs),
-                "steps_file": str(reports),
-            },
+            payload | {"steps": steps, "resume": resume, "logs": str(folder.logs)},
             folder.logs,
+            begin=begin,
             on_poll=poll,
             variables=variables,
         )
     finally:
-        reader.poll()  # what was reported just before a rank failed
-    return reader
+        for reader in begun:
+            reader.poll()  # what was reported just before a rank failed
+    return begun[0]
 
 
 def begin_start(folder: RunDir, job: Job, resume: bool) -> tuple[str, Path, list[str]]:
@@ -200,7 +205,13 @@ def next_start(root: RunDir) -> str:
 @contextmanager
 def alone(root: RunDir) -> Iterator[None]:
     """Hold the run's folder, which one training at a time may write; the lock ends with the
-    process."""
+    process.
+
+    Raises:
+        SpecError: the folder cannot be written.
+        DisttrainError: another training holds it.
+    """
+    _check_writable(root.root)
     root.root.mkdir(parents=True, exist_ok=True)
     with (root.root / ".training").open("w") as lock:
         try:
