@@ -86,7 +86,7 @@ def train(
         checked_plan(opened)  # raises before the run's folder is written
     with alone(opened.dir):
         if lacks_plan:
-            check_scores(opened)
+            check_scores(opened.file.samples)
             if not restart:
                 check_fresh(opened.dir)
             _plan_here(opened, progress, note)

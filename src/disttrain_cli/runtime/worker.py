@@ -19,6 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from disttrain_cli.calls import call
 from disttrain_cli.data.epochs.mixture import Mixture, mixture_of
 from disttrain_cli.data.index import Index, held_out
 from disttrain_cli.data.loader import Loader
@@ -71,7 +72,7 @@ def before_fork(payload: dict[str, Any]) -> list[str]:
         raise MismatchError(
             "The model asks for other data than when it was profiled",
             "the configuration or image processor in one of its folders has changed",
-            "Profile and plan again: disttrain profile && disttrain plan",
+            f"Profile and plan again: {call('profile')} && {call('plan')}",
         )
     layer_table(run)
     if "start_file" in payload:
