@@ -47,7 +47,7 @@ def priced(name: str, tp: int, overlap: bool) -> tuple[list[Script], float]:
     links = link_profile(device, run.file.cluster).of(True)
     probes = probes_of(run, "llm", [tp])
     index = next(index for index in probes.layers if probes.table[index].kind == "block")
-    layer, batch = joined_shard(run, probes, index, tp, overlap), probes.batches[0]
+    layer, batch = joined_shard(run, probes, index, overlap, tp=tp), probes.batches[0]
 
     def script(events: Sequence[Event]) -> Script:
         steps: Script = []
@@ -55,13 +55,13 @@ def priced(name: str, tp: int, overlap: bool) -> tuple[list[Script], float]:
             if isinstance(event, KernelWork):
                 steps.append(["kernels", kernels_ms(device, "bf16", event)])
             elif isinstance(event, Begun):
-                steps.append(["begun", event.number, message_ms(event.message, links, tp)])
+                steps.append(["begun", event.number, message_ms(event.message, links, tp=tp)])
             else:
                 steps.append(["waited", event.number])
         return steps
 
-    line = timeline(layer, probes.state(layer, index, batch, tp), batch)
-    duration = on_device(device, "bf16", links, tp)
+    line = timeline(layer, probes.state(layer, index, batch, tp=tp), batch)
+    duration = on_device(device, "bf16", links, tp=tp)
     passes = (line.forward, line.backward)
     return [script(events) for events in passes], sum(map(duration, passes))
 

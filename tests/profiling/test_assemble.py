@@ -32,12 +32,12 @@ def test_messages_take_what_the_links_say(tp: int) -> None:
         {"all_reduce": size, "all_gather": Polynomial(per_item=3e5)},
     )
     expected_s = 2 * all_reduce_s(link, size(work) / 2, tp) + all_gather_s(link, 9e5, tp)
-    assert message_ms(link, sent, tp)(work) == pytest.approx(1e3 * expected_s)
-    assert sent_bytes(sent, tp)(work) == pytest.approx((2 * size(work) + 9e5) * (tp - 1) / tp)
+    assert message_ms(link, sent, tp=tp)(work) == pytest.approx(1e3 * expected_s)
+    assert sent_bytes(sent, tp=tp)(work) == pytest.approx((2 * size(work) + 9e5) * (tp - 1) / tp)
 
 
 def test_a_layer_that_is_whole_on_every_rank_sends_nothing() -> None:
-    assert message_ms(links(), Messages(), 4) == NOTHING
+    assert message_ms(links(), Messages(), tp=4) == NOTHING
 
 
 def test_polynomials_add_up() -> None:

@@ -89,7 +89,9 @@ def test_overlapped_passes_take_as_long_as_kernels_and_messages_at_least(wide: R
     block = next(index for index in probes.layers if probes.table[index].kind == "block")
     for tp in (2, 4):
         waiting, kernels, messages, hides = (
-            times_ms(wide, probes, block, tp, overlap, partial(duration_ms, kernels=a, messages=b))
+            times_ms(
+                wide, probes, block, overlap, partial(duration_ms, kernels=a, messages=b), tp=tp
+            )
             for overlap, a, b in (
                 (False, kernel_ms, sent_ms),
                 (True, kernel_ms, nothing_ms),
@@ -128,8 +130,8 @@ def test_what_is_hidden_is_exact_for_whole_sequences(wide: Run) -> None:
             works=[Work(5)],
         )
         block = next(index for index in probes.layers if probes.table[index].kind == "block")
-        duration = on_device(*device(wide), tp)
-        slow, fast = (times_ms(wide, five, block, tp, on, duration) for on in (False, True))
+        duration = on_device(*device(wide), tp=tp)
+        slow, fast = (times_ms(wide, five, block, on, duration, tp=tp) for on in (False, True))
         for name, polynomial in kinds["block"].items():
             assert polynomial(Work(5)) == pytest.approx(slow[name][0] - fast[name][0], rel=1e-6)
             assert polynomial(Work(5)) > 0

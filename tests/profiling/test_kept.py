@@ -14,7 +14,7 @@ CLUSTER = {"nodes": 1, "gpus_per_node": 8}
 def test_records_come_back_with_their_key_and_not_with_another(tmp_path: Path) -> None:
     path = tmp_path / "layers.json"
     records = {
-        record_name("llm", 2, True, 7): Record(
+        record_name("llm", True, 7, tp=2): Record(
             times={"block": [[1.0, 2.0]]}, kept_bytes={"block": 3.0}
         )
     }

@@ -91,13 +91,13 @@ def analytic_profile(run: Run, name: str, progress: Progress = silent) -> Profil
     for module, tps in degrees.items():
         progress(f"record what {module} holds and sends", 0, 0)
         kind = file.model.modules[module].kind
-        shards = {tp: _shards(run, table, module, tp) for tp in tps}
+        shards = {tp: _shards(run, table, module, tp=tp) for tp in tps}
         series: dict[bool, dict[int, Series]] = {False: {}, True: {}}
         for tp in tps:
             progress(f"count the operators of {module} at TP {tp}", 0, 0)
             for frozen, times in series.items():
-                counted = _counted(run, module, tp, frozen)
-                times[tp] = _series(inputs, module, tp, counted, device, precision)
+                counted = _counted(run, module, frozen, tp=tp)
+                times[tp] = _series(inputs, module, counted, device, precision, tp=tp)
         kinds = {
             tp: {layer.kind: layer for layer in layers.values()} for tp, layers in shards.items()
         }
@@ -123,7 +123,7 @@ def analytic_profile(run: Run, name: str, progress: Progress = silent) -> Profil
     )
 
 
-def _shards(run: Run, table: list[LayerInfo], module: str, tp: int) -> dict[int, PipelineLayer]:
+def _shards(run: Run, table: list[LayerInfo], module: str, *, tp: int) -> dict[int, PipelineLayer]:
     """The first rank's part of the first layer of every kind of a module, by its place in the
     model."""
     dtype = torch.bfloat16 if run.file.train.precision == "bf16" else torch.float32
@@ -138,13 +138,13 @@ def _shards(run: Run, table: list[LayerInfo], module: str, tp: int) -> dict[int,
 
 
 @of_model
-def _counted(run: Run, module: str, tp: int, frozen: bool) -> dict[str, list[LayerOperators]]:
+def _counted(run: Run, module: str, frozen: bool, *, tp: int) -> dict[str, list[LayerOperators]]:
     """By kind of layer of a module, the kernels of one rank's part at each of `_sizes`, its weights
     frozen or not."""
     inputs, table = describe(run), layer_table(run)
-    shards = _shards(run, table, module, tp)
+    shards = _shards(run, table, module, tp=tp)
     found: dict[str, list[LayerOperators]] = {layer.kind: [] for layer in shards.values()}
-    for size in _sizes(inputs, module, tp):
+    for size in _sizes(inputs, module, tp=tp):
         batch = probe_batch(inputs, device="meta", **size)
         for index, layer in shards.items():
             layer.ask_for_gradients(not frozen)
@@ -157,10 +157,11 @@ def _counted(run: Run, module: str, tp: int, frozen: bool) -> dict[str, list[Lay
 def _series(
     inputs: ModelInputs,
     module: str,
-    tp: int,
     counted: Mapping[str, Sequence[LayerOperators]],
     device: Device,
     precision: Precision,
+    *,
+    tp: int,
 ) -> Series:
     """Times and kept bytes of every layer of a module at `_sizes`, messages not included."""
     works = [
@@ -170,7 +171,7 @@ def _series(
             windows=False,
             **{name: value for name, value in size.items() if name != "length"},
         )
-        for size in _sizes(inputs, module, tp)
+        for size in _sizes(inputs, module, tp=tp)
     ]
     times = {
         kind: [
@@ -194,7 +195,7 @@ def _series(
     )
 
 
-def _sizes(inputs: ModelInputs, module: str, tp: int) -> list[dict[str, Any]]:
+def _sizes(inputs: ModelInputs, module: str, *, tp: int) -> list[dict[str, Any]]:
     """As many probe sizes as there are amounts that costs depend on, whose rows a TP group divides
     evenly."""
     head = inputs.head(module)

@@ -148,16 +148,16 @@ def module_profile(
                 str(tp): _shard(
                     part,
                     counts,
-                    tp,
                     trained,
                     frozen,
                     setting.links,
                     input_bytes(
-                        first[part], setting.table, setting.inputs, data.mean, value_bytes, tp
+                        first[part], setting.table, setting.inputs, data.mean, value_bytes, tp=tp
                     ),
                     batch_bytes(first[part], setting.table, setting.inputs, value_bytes),
                     kind != "generator" and not setting.grouped,
                     _later_share(counts.flops, data.mean[name]),
+                    tp=tp,
                 )
                 for tp in trained
             },
@@ -181,7 +181,7 @@ def module_profile(
         layers=kinds,
         costs=costs,
         tp={
-            str(tp): _module_time(kinds, costs, tp, series, data.mean[name], data.idle[name])
+            str(tp): _module_time(kinds, costs, series, data.mean[name], data.idle[name], tp=tp)
             for tp, series in trained.items()
         },
         work_per_sequence=data.mean[name],
@@ -208,7 +208,7 @@ def _side_branches(layers: Sequence[LayerInfo]) -> list[int]:
     return side
 
 
-def message_ms(links: LinkTimes, messages: Messages, tp: int) -> Polynomial:
+def message_ms(links: LinkTimes, messages: Messages, *, tp: int) -> Polynomial:
     """Time of a layer's collectives in one pass: latencies, and bytes over the bandwidth."""
     terms = []
     for operation, count in messages.counts.items():
@@ -221,7 +221,7 @@ def message_ms(links: LinkTimes, messages: Messages, tp: int) -> Polynomial:
     return combine(*terms)
 
 
-def sent_bytes(messages: Messages, tp: int) -> Polynomial:
+def sent_bytes(messages: Messages, *, tp: int) -> Polynomial:
     """Bytes of a layer's collectives in one pass over the link of one rank, in rings."""
     return combine(
         *(
@@ -234,7 +234,6 @@ def sent_bytes(messages: Messages, tp: int) -> Polynomial:
 def _shard(
     part: str,
     known: Part,
-    tp: int,
     trained: Mapping[int, Series],
     frozen: Mapping[int, Series],
     links: LinkTimes,
@@ -242,6 +241,8 @@ def _shard(
     batch_size: Polynomial,
     divides: bool,
     later: float,
+    *,
+    tp: int,
 ) -> LayerShard:
     """One rank's part of a kind of layer.
 
@@ -260,7 +261,7 @@ def _shard(
         "backward_input": running.backward_input,
         "recomputing": running.recomputing,
     }
-    messages = {name: message_ms(links, sent, tp) for name, sent in passes.items()}
+    messages = {name: message_ms(links, sent, tp=tp) for name, sent in passes.items()}
     passes["recomputing_overlapped"] = running.recomputing_overlapped
     forward_ms, backward_ms = trained[tp].times[part]
     _, input_ms = frozen[tp].times[part]
@@ -279,7 +280,7 @@ def _shard(
             (-1.0, messages["forward"]),
             (-1.0, messages["backward"]),
         ),
-        sent_bytes={name: sent_bytes(sent, tp) for name, sent in passes.items() if sent.counts},
+        sent_bytes={name: sent_bytes(sent, tp=tp) for name, sent in passes.items() if sent.counts},
         hidden_ms=known.hidden.get(tp, {}),
         overlapping_bytes=running.overlapping_bytes,
         symmetric_bytes=running.symmetric_bytes,
@@ -316,10 +317,11 @@ def _time(works: Sequence[Work], times_ms: Floats, messages: Polynomial) -> Poly
 def _module_time(
     kinds: list[str],
     costs: Mapping[str, LayerCost],
-    tp: int,
     series: Series,
     mean: Work,
     idle: float,
+    *,
+    tp: int,
 ) -> ModuleTime:
     """Mean over the sequences, each run alone; one without work takes no time, not the base."""
 

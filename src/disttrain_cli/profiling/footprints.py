@@ -79,7 +79,9 @@ class Probes:
     works: list[Work]  # what rows depend on
     layers: list[int]  # the first of each kind, by number in the table
 
-    def state(self, layer: PipelineLayer, index: int, batch: Batch, tp: int) -> dict[str, Tensor]:
+    def state(
+        self, layer: PipelineLayer, index: int, batch: Batch, *, tp: int
+    ) -> dict[str, Tensor]:
         """What the first rank of a TP group has of what a layer reads."""
         dtype = next((weight.dtype for weight in layer.parameters()), torch.float32)
         state = state_at(self.table, index, self.inputs, batch, "meta", dtype, tp=tp)
@@ -111,14 +113,14 @@ def running(run: Run, module: str, tps: Sequence[int]) -> dict[int, dict[str, Ru
     by_tp: dict[int, dict[str, Running]] = {tp: {} for tp in sorted(tps)}
     for index in probes.layers:
         whole = build_layers(run, index, index + 1, "meta", probes.dtype)[0]
-        by_tp[1][whole.kind] = _running(whole, index, probes, 1)[0]
+        by_tp[1][whole.kind] = _running(whole, index, probes, tp=1)[0]
         for tp in list(by_tp)[1:]:
             layer = build_layers(run, index, index + 1, "meta", probes.dtype, tp=tp)[0]
             join(layer, Noted(size=tp))
             by_tp[tp][whole.kind] = (
-                _shared(layer, index, probes, tp, run)
+                _shared(layer, index, probes, run, tp=tp)
                 if layer.by_rows
-                else _running(layer, index, probes, tp)[0]
+                else _running(layer, index, probes, tp=tp)[0]
                 if pieces(whole)
                 else by_tp[1][whole.kind]
             )
@@ -138,29 +140,31 @@ class _Trained(NamedTuple):
 
 
 def _recorded(
-    layer: PipelineLayer, index: int, probes: Probes, tp: int, **how: bool
+    layer: PipelineLayer, index: int, probes: Probes, *, tp: int, **how: bool
 ) -> list[Footprint]:
     return [
-        footprint(layer, probes.state(layer, index, batch, tp), batch, **how)
+        footprint(layer, probes.state(layer, index, batch, tp=tp), batch, **how)
         for batch in probes.batches
     ]
 
 
-def _trained(layer: PipelineLayer, index: int, probes: Probes, tp: int) -> _Trained:
+def _trained(layer: PipelineLayer, index: int, probes: Probes, *, tp: int) -> _Trained:
     layer.ask_for_gradients()
-    kept = _recorded(layer, index, probes, tp)
-    again = _recorded(layer, index, probes, tp, recompute=True) if layer.by_rows else []
+    kept = _recorded(layer, index, probes, tp=tp)
+    again = _recorded(layer, index, probes, recompute=True, tp=tp) if layer.by_rows else []
     split(layer)
-    return _Trained(kept, again, _recorded(layer, index, probes, tp, deferring=True))
+    return _Trained(kept, again, _recorded(layer, index, probes, deferring=True, tp=tp))
 
 
-def _running(layer: PipelineLayer, index: int, probes: Probes, tp: int) -> tuple[Running, _Trained]:
+def _running(
+    layer: PipelineLayer, index: int, probes: Probes, *, tp: int
+) -> tuple[Running, _Trained]:
     """A rank's part whose sums are the same whatever is trained or kept, as that of a layer that is
     not by rows; and what it follows from."""
     layer.ask_for_gradients(False)
     with torch.no_grad():
-        still = _recorded(layer, index, probes, tp)
-    trained = _trained(layer, index, probes, tp)
+        still = _recorded(layer, index, probes, tp=tp)
+    trained = _trained(layer, index, probes, tp=tp)
     running = Running(
         transient_bytes=fit(probes.works, [one.transient_bytes for one in trained.kept]),
         still_bytes=fit(probes.works, [one.transient_bytes for one in still]),
@@ -179,12 +183,12 @@ def _running(layer: PipelineLayer, index: int, probes: Probes, tp: int) -> tuple
     ), trained
 
 
-def _shared(layer: PipelineLayer, index: int, probes: Probes, tp: int, run: Run) -> Running:
+def _shared(layer: PipelineLayer, index: int, probes: Probes, run: Run, *, tp: int) -> Running:
     """A rank's part of a layer by rows, also with messages behind products where it has such: round
     a ring or through symmetric memory."""
     layer.ask_for_gradients(False)
-    frozen = _recorded(layer, index, probes, tp)
-    running, trained = _running(layer, index, probes, tp)
+    frozen = _recorded(layer, index, probes, tp=tp)
+    running, trained = _running(layer, index, probes, tp=tp)
     most = trained.most()
     running = replace(
         running,
@@ -198,7 +202,7 @@ def _shared(layer: PipelineLayer, index: int, probes: Probes, tp: int, run: Run)
     def overlapping(symmetric: bool) -> _Trained:
         layer = build_layers(run, index, index + 1, "meta", probes.dtype, tp=tp)[0]
         join(layer, Noted(size=tp, overlap=True, symmetric=symmetric))
-        return _trained(layer, index, probes, tp)
+        return _trained(layer, index, probes, tp=tp)
 
     ring, symmetric = overlapping(False), overlapping(True)
     more = np.array([ring.most(), symmetric.most()]) - most

@@ -54,7 +54,7 @@ def hidden(
     works, by_tp = _events(run, module, tps)
     found: dict[int, dict[str, Hidden]] = {}
     for tp, kinds in by_tp.items():
-        duration, found[tp] = on_device(device, precision, links, tp), {}
+        duration, found[tp] = on_device(device, precision, links, tp=tp), {}
         for kind, both in kinds.items():
             overlapped, plain = (
                 {name: np.array(list(map(duration, each))) for name, each in passes.items()}
@@ -77,18 +77,18 @@ def _events(
     for tp in (tp for tp in tps if tp > 1):
         found[tp] = {}
         for index in probes.layers:
-            if overlapped := passes(run, probes, index, tp, True):
-                plain = passes(run, probes, index, tp, False)
+            if overlapped := passes(run, probes, index, True, tp=tp):
+                plain = passes(run, probes, index, False, tp=tp)
                 found[tp][probes.table[index].kind] = overlapped, plain
     return probes.works, found
 
 
-def on_device(device: Device, precision: Precision, links: LinkTimes, tp: int) -> Duration:
+def on_device(device: Device, precision: Precision, links: LinkTimes, *, tp: int) -> Duration:
     """Time of a pass on a device of the catalogue, one of `tp` in a group."""
     return lambda events: duration_ms(
         events,
         lambda work: kernels_ms(device, precision, work),
-        lambda message: message_ms(message, links, tp),
+        lambda message: message_ms(message, links, tp=tp),
     )
 
 
@@ -112,7 +112,7 @@ def duration_ms(
     return now
 
 
-def message_ms(message: Message, links: LinkTimes, tp: int) -> float:
+def message_ms(message: Message, links: LinkTimes, *, tp: int) -> float:
     """Time of one message of a TP group."""
     if message.operation == "pass":
         return 1e3 * p2p_s(links, message.bytes)
@@ -120,23 +120,23 @@ def message_ms(message: Message, links: LinkTimes, tp: int) -> float:
 
 
 def times_ms(
-    run: Run, probes: Probes, index: int, tp: int, overlap: bool, duration: Duration
+    run: Run, probes: Probes, index: int, overlap: bool, duration: Duration, *, tp: int
 ) -> dict[HidingPass, list[float]]:
     """By pass, times at each probe."""
-    found = passes(run, probes, index, tp, overlap)
+    found = passes(run, probes, index, overlap, tp=tp)
     return {name: list(map(duration, each)) for name, each in found.items()}
 
 
-def passes(run: Run, probes: Probes, index: int, tp: int, overlap: bool) -> Passes:
+def passes(run: Run, probes: Probes, index: int, overlap: bool, *, tp: int) -> Passes:
     """Events of a layer; none where it does not overlap though it is asked to."""
-    layer = joined_shard(run, probes, index, tp, overlap)
+    layer = joined_shard(run, probes, index, overlap, tp=tp)
     events: Passes = {}
     if layer.group is None or layer.group.overlap != overlap:
         return events
 
     def take(forward: HidingPass | None, backward: HidingPass, **how: bool) -> None:
         for batch in probes.batches:
-            line = timeline(layer, probes.state(layer, index, batch, tp), batch, **how)
+            line = timeline(layer, probes.state(layer, index, batch, tp=tp), batch, **how)
             if forward is not None:
                 events.setdefault(forward, []).append(line.forward)
             events.setdefault(backward, []).append(line.backward)
@@ -151,7 +151,7 @@ def passes(run: Run, probes: Probes, index: int, tp: int, overlap: bool) -> Pass
     return events
 
 
-def joined_shard(run: Run, probes: Probes, index: int, tp: int, overlap: bool) -> PipelineLayer:
+def joined_shard(run: Run, probes: Probes, index: int, overlap: bool, *, tp: int) -> PipelineLayer:
     """The first rank's part of a layer on the meta device, in its group."""
     layer = build_layers(run, index, index + 1, "meta", probes.dtype, tp=tp)[0]
     join(layer, Noted(size=tp, overlap=overlap))

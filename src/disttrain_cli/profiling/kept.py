@@ -27,7 +27,7 @@ class Record(TypedDict):
 Records = dict[str, Record]
 
 
-def record_name(module: str, tp: int, frozen: bool, draw: int) -> str:
+def record_name(module: str, frozen: bool, draw: int, *, tp: int) -> str:
     return f"{module}/tp{tp}/{'frozen' if frozen else 'trained'}/{draw}"
 
 

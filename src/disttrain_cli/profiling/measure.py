@@ -101,7 +101,7 @@ def measure(
         sizes[name] = _counts(request, measured, name)
         tps = [tp for tp in wanted_tps if tp == 1 or sizes[name][str(tp)][0]]
         trained, frozen = (
-            {tp: _series(run, inputs, request, measured, name, tp, still, sharing) for tp in tps}
+            {tp: _series(run, inputs, request, measured, name, still, sharing, tp=tp) for tp in tps}
             for still in (False, True)
         )
         hides = hidden_on(described, file.train.precision, run, name, tps, setting.links)
@@ -148,7 +148,10 @@ def _counts(request: Request, measured: Measured, module: str) -> dict[str, tupl
     for tp in sorted({one.tp for one in request.variants if one.module == module}):
         variants = [one for one in request.variants if (one.module, one.tp) == (module, tp)]
         done = [
-            sum(record_name(module, tp, one.frozen, draw) in measured.records for draw in one.draws)
+            sum(
+                record_name(module, one.frozen, draw, tp=tp) in measured.records
+                for draw in one.draws
+            )
             for one in variants
         ]
         fitted = all(count >= len(one.needed) for count, one in zip(done, variants, strict=True))
@@ -217,9 +220,10 @@ def _series(
     request: Request,
     measured: Measured,
     module: str,
-    tp: int,
     frozen: bool,
     sharing: float,
+    *,
+    tp: int,
 ) -> Series:
     """What was measured of a module's variant, without the draws that did not fit into memory.
 
@@ -227,7 +231,7 @@ def _series(
         sharing: processes per core, by which CPU times are multiplied.
     """
     names = {
-        draw: record_name(module, tp, frozen, draw) for draw in range(len(request.draws[module]))
+        draw: record_name(module, frozen, draw, tp=tp) for draw in range(len(request.draws[module]))
     }
     records = {
         draw: measured.records[name] for draw, name in names.items() if name in measured.records

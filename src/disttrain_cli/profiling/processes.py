@@ -42,7 +42,7 @@ class Request:
     def names(self) -> frozenset[str]:
         """Names of the records that a whole profile has."""
         return frozenset(
-            record_name(variant.module, variant.tp, variant.frozen, draw)
+            record_name(variant.module, variant.frozen, draw, tp=variant.tp)
             for variant in self.variants
             for draw in variant.draws
         )

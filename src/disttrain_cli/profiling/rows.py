@@ -35,6 +35,7 @@ def input_bytes(
     inputs: ModelInputs,
     mean: Mapping[str, Work],
     value_bytes: int,
+    *,
     tp: int = 1,
 ) -> Polynomial:
     """Bytes of what one rank of a TP group has of a layer's input, in the work of the layer's

@@ -35,7 +35,7 @@ class Bench:
     """One module at one TP size. What does not fit into the device's memory is answered with
     None."""
 
-    def __init__(self, run: Run, module: str, tp: int, device: torch.device) -> None:
+    def __init__(self, run: Run, module: str, device: torch.device, *, tp: int) -> None:
         self._table, self._inputs, self._module, self._device = (
             layer_table(run),
             describe(run),

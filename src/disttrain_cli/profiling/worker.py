@@ -75,7 +75,7 @@ class Measurement(NamedTuple):
     @property
     def name(self) -> str:
         """That of its record."""
-        return record_name(self.variant.module, self.variant.tp, self.variant.frozen, self.draw)
+        return record_name(self.variant.module, self.variant.frozen, self.draw, tp=self.variant.tp)
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,7 @@ def main(payload: dict[str, Any]) -> None:
         Path(payload["folder"]) / f"{rank}.json",
         result,
         Budget.of(payload, processes),
-        lambda module, tp: Bench(run, module, tp, device),
+        lambda module, tp: Bench(run, module, device, tp=tp),
         Rates(store, rank, processes) if device.type == "cpu" else None,
     )
     variants = [Variant(**fields) for fields in payload["variants"]]
