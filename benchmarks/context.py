@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from benchmarks.common import Tables, main
 from disttrain_cli import api
 from disttrain_cli.data.epochs.mixture import Mixture
-from disttrain_cli.data.index import open_index
+from disttrain_cli.data.indexing.building import open_index
 from disttrain_cli.data.packing import Packing, pack
 from disttrain_cli.models.division import Place
 from disttrain_cli.models.graph import describe

@@ -24,7 +24,7 @@ import numpy as np
 from benchmarks.common import Tables, main
 from disttrain_cli.data.columns import ColumnWriter, open_columns, writing_columns
 from disttrain_cli.data.epochs.mixture import Mixture, Phase
-from disttrain_cli.data.index import DERIVED, FIELDS, Index, Keys
+from disttrain_cli.data.index.sample_index import DERIVED, FIELDS, Index, Keys
 from disttrain_cli.data.packing import Packing, SequenceStream, pack
 from disttrain_cli.spec.heads import ImageInput
 from disttrain_cli.spec.index import IMAGE, TEXT

@@ -37,8 +37,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common import Tables, alternate, main, paired_ratio
-from disttrain_cli.data.index import build_index
-from disttrain_cli.data.index_rows import CHUNK_SAMPLES
+from disttrain_cli.data.indexing.building import build_index
+from disttrain_cli.data.indexing.index_rows import CHUNK_SAMPLES
 from disttrain_cli.data.tokenizer import Tokenizer, read_tokenizer
 from disttrain_cli.spec.heads import ImageInput
 from disttrain_cli.spec.inputs import ModelInputs

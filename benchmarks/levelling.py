@@ -24,7 +24,8 @@ from benchmarks.common import Tables, main
 from disttrain_cli.data.arrays import starts_of
 from disttrain_cli.data.distribution import image_sizes, read_distribution
 from disttrain_cli.data.epochs.mixture import Mixture
-from disttrain_cli.data.index import Index, build_index
+from disttrain_cli.data.index.sample_index import Index
+from disttrain_cli.data.indexing.building import build_index
 from disttrain_cli.data.ordering.assigning import assign, count_costs, order_step
 from disttrain_cli.data.ordering.levelling import level
 from disttrain_cli.data.packing import SequenceStream

@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks.common import Tables, alternate, main
 from disttrain_cli.data.epochs.mixture import Mixture
-from disttrain_cli.data.index import open_index
+from disttrain_cli.data.indexing.building import open_index
 from disttrain_cli.data.ordering.assigning import assign, count_costs, order_step
 from disttrain_cli.data.ordering.loads import replica_loads
 from disttrain_cli.data.packing import Packing, SequenceStream

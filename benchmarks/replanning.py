@@ -25,7 +25,7 @@ from benchmarks.rehearsal import RUN_FILE, edit
 from benchmarks.strategies import disttrain
 from disttrain_cli.analysis.analyze import ask
 from disttrain_cli.data.epochs.mixture import mixture_of
-from disttrain_cli.data.index import Index
+from disttrain_cli.data.index.sample_index import Index
 from disttrain_cli.data.packing import SequenceStream
 from disttrain_cli.runtime.rehearsal.feeding import rehearsed_index
 from disttrain_cli.spec.profile import read_profile

@@ -87,7 +87,7 @@ def profiled(made, tmp_path):
 
 
 def index_and_profile(folder):
-    from disttrain_cli.data.index import build_index
+    from disttrain_cli.data.indexing.building import build_index
     from disttrain_cli.models.graph import describe, layer_table
 
     run = read_run(folder / "disttrain.yaml")
@@ -471,7 +471,7 @@ def test_data_changed_after_the_profile(planned, refused):
 
 
 def test_data_indexed_again_after_the_profile(planned, refused):
-    from disttrain_cli.data.index import build_index
+    from disttrain_cli.data.indexing.building import build_index
     from disttrain_cli.models.graph import describe
 
     run = read_run(planned / "disttrain.yaml")

@@ -12,7 +12,7 @@ from disttrain_cli.api.presets import has_model, preset_names, preset_text, writ
 from disttrain_cli.app import main
 from disttrain_cli.costs.hardware import analytic_device
 from disttrain_cli.data.epochs.mixture import Mixture
-from disttrain_cli.data.index import open_index
+from disttrain_cli.data.indexing.building import open_index
 from disttrain_cli.data.packing import pack
 from disttrain_cli.models.graph import describe, layer_table
 from disttrain_cli.spec.runfile import Run, read_run

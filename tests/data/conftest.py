@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from disttrain_cli.data import tokenizer_folder
-from disttrain_cli.data.index import Index, build_index
+from disttrain_cli.data.index.sample_index import Index
+from disttrain_cli.data.indexing.building import build_index
 from disttrain_cli.spec.runfile import Run
 from tests.data.dataset import INPUTS, make_run, write_dataset, write_tar
 

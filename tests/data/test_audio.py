@@ -10,7 +10,7 @@ import pytest
 
 from disttrain_cli.data.distribution import draw
 from disttrain_cli.data.epochs.mixture import Mixture
-from disttrain_cli.data.index import open_index
+from disttrain_cli.data.indexing.building import open_index
 from disttrain_cli.data.ordering.assigning import assign, count_costs
 from disttrain_cli.data.ordering.loads import replica_loads
 from disttrain_cli.data.packing import SequenceStream, pack

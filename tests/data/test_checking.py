@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from disttrain_cli.data.checking import find_broken, try_decoding, unchecked
-from disttrain_cli.data.index import Index, build_index, leave_out, open_index, read_index
+from disttrain_cli.data.index.sample_index import Index, read_index
+from disttrain_cli.data.indexing.building import build_index, leave_out, open_index
 from disttrain_cli.data.loader import Loader
 from disttrain_cli.data.ordering.orders import Orders
 from disttrain_cli.data.ordering.shared_orders import SharedOrders

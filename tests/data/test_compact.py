@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from disttrain_cli.data.index_rows import shard_rows
+from disttrain_cli.data.indexing.index_rows import shard_rows
 from disttrain_cli.data.sources import Compact, Sample, Shard, Skipped, llava, read_shard
 from disttrain_cli.data.sources import rows as room
 from disttrain_cli.data.tokenizer import ByteTokenizer

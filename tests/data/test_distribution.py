@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from disttrain_cli.data.distribution import draw, image_sizes, read_distribution
 from disttrain_cli.data.epochs.mixture import Mixture
-from disttrain_cli.data.index import build_index, open_index, read_index
+from disttrain_cli.data.index.sample_index import read_index
+from disttrain_cli.data.indexing.building import build_index, open_index
 from disttrain_cli.data.ordering.assigning import assign, count_costs
 from disttrain_cli.data.ordering.loads import replica_loads
 from disttrain_cli.data.packing import SequenceStream, pack

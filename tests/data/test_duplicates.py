@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from disttrain_cli.data.duplicates import of_samples, repeated
 from disttrain_cli.data.epochs.mixture import Mixture
-from disttrain_cli.data.index import Index, build_index, held_out, open_index
+from disttrain_cli.data.index.sample_index import Index, held_out
+from disttrain_cli.data.indexing.building import build_index, open_index
 from disttrain_cli.data.packing import pack
 from disttrain_cli.spec.runfile import Run
 from tests.data.dataset import (

@@ -14,7 +14,8 @@ import torch
 from disttrain_cli.data.checking import find_broken
 from disttrain_cli.data.epochs.mixture import Mixture
 from disttrain_cli.data.films import decode_patches, film_of, resized
-from disttrain_cli.data.index import build_index, read_index
+from disttrain_cli.data.index.sample_index import read_index
+from disttrain_cli.data.indexing.building import build_index
 from disttrain_cli.data.ordering.orders import Orders
 from disttrain_cli.data.ordering.shared_orders import SharedOrders
 from disttrain_cli.data.packing import pack

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from disttrain_cli.data.epochs.mixture import Mixture
-from disttrain_cli.data.index import Index, build_index
+from disttrain_cli.data.index.sample_index import Index
+from disttrain_cli.data.indexing.building import build_index
 from disttrain_cli.data.loader import Loader
 from disttrain_cli.data.log_mel import SILENCE, decode_features
 from disttrain_cli.data.ordering.orders import Orders

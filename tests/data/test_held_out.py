@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 
 from disttrain_cli.data.epochs.mixture import Mixture
 from disttrain_cli.data.held_out import chosen, hashes
-from disttrain_cli.data.index import Index, build_index, held_out, open_index, read_index
+from disttrain_cli.data.index.sample_index import Index, held_out, read_index
+from disttrain_cli.data.indexing.building import build_index, open_index
 from disttrain_cli.data.packing import pack
 from disttrain_cli.errors import DataError
 from disttrain_cli.spec.runfile import Run

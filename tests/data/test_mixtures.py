@@ -11,12 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from disttrain_cli.data import indexing
 from disttrain_cli.data.epochs.mixture import Mixture
-from disttrain_cli.data.index import build_index, open_index, read_index
+from disttrain_cli.data.index.sample_index import read_index
+from disttrain_cli.data.indexing import reading_shards as indexing
+from disttrain_cli.data.indexing.building import build_index, open_index
+from disttrain_cli.data.indexing.shard_files import Job
 from disttrain_cli.data.mixtures import weights_of
 from disttrain_cli.data.packing import pack
-from disttrain_cli.data.shard_files import Job
 from disttrain_cli.errors import MismatchError
 from disttrain_cli.spec.runfile import Run
 from disttrain_cli.spec.runfile.data import DataSpec

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from disttrain_cli.data.arrays import mix, ranges, starts_of
 from disttrain_cli.data.epochs.mixture import Mixture
-from disttrain_cli.data.index import Index
+from disttrain_cli.data.index.sample_index import Index
 from disttrain_cli.data.packing import Packing, SequenceStream, pack
 from disttrain_cli.data.slots import Ints
 from disttrain_cli.spec.index import IMAGE, TARGET, TEXT

@@ -17,8 +17,9 @@ from PIL import Image
 
 from disttrain_cli.data.checking import find_broken, try_decoding
 from disttrain_cli.data.epochs.mixture import Mixture
-from disttrain_cli.data.index import Index, build_index, read_index
-from disttrain_cli.data.index_file import read_stored
+from disttrain_cli.data.index.index_file import read_stored
+from disttrain_cli.data.index.sample_index import Index, read_index
+from disttrain_cli.data.indexing.building import build_index
 from disttrain_cli.data.packing import SequenceStream, pack
 from disttrain_cli.data.reading import ShardReader
 from disttrain_cli.data.sequences import NOT_TRAINED, SequencePlan

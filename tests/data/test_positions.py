@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from disttrain_cli.data.epochs.mixture import Mixture
-from disttrain_cli.data.index import Index, build_index
+from disttrain_cli.data.index.sample_index import Index
+from disttrain_cli.data.indexing.building import build_index
 from disttrain_cli.data.packing import pack
 from disttrain_cli.data.positions import grid_positions, sample_positions
 from disttrain_cli.data.sequences import PADDING_DOCUMENT, SequencePlan

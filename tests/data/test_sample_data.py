@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from disttrain_cli.data.epochs.mixture import Mixture
-from disttrain_cli.data.index import Index, build_index
+from disttrain_cli.data.index.sample_index import Index
+from disttrain_cli.data.indexing.building import build_index
 from disttrain_cli.data.packing import pack
 from disttrain_cli.data.sample_data import WORDS, write_sample_data
 from disttrain_cli.data.sample_talks import write_sample_talks

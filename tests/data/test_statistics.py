@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from disttrain_cli.data.epochs.mixture import Mixture
-from disttrain_cli.data.index import Index, build_index
+from disttrain_cli.data.index.sample_index import Index
+from disttrain_cli.data.indexing.building import build_index
 from disttrain_cli.data.packing import pack
 from disttrain_cli.data.statistics import (
     describe_data,

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from disttrain_cli.data.index import build_index, open_index
+from disttrain_cli.data.indexing.building import build_index, open_index
 from disttrain_cli.data.reading import ShardReader
 from disttrain_cli.data.sources.turn_forms import turns_in, with_turns
 from disttrain_cli.data.tokenizer import read_tokenizer

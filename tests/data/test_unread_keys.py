@@ -10,7 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from disttrain_cli.data.index import build_index, read_index
+from disttrain_cli.data.index.sample_index import read_index
+from disttrain_cli.data.indexing.building import build_index
 from disttrain_cli.data.unread_keys import MOST_NAMES, OTHERS, described, merged
 from tests.data.chat_folders import write_folder
 from tests.data.dataset import INPUTS, encoded, make_run, write_tar

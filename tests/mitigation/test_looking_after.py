@@ -21,7 +21,7 @@ from benchmarks.replanning import samples
 from disttrain_cli import api
 from disttrain_cli.analysis.watching.looking import look_once
 from disttrain_cli.api.presets import preset_text
-from disttrain_cli.data.index import read_index
+from disttrain_cli.data.index.sample_index import read_index
 from disttrain_cli.data.sample_data import write_sample_data
 from disttrain_cli.mitigation import looking_after
 from disttrain_cli.mitigation.monitor import monitored

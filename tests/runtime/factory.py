@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from disttrain_cli.data.index import build_index
+from disttrain_cli.data.indexing.building import build_index
 from disttrain_cli.models.graph import describe, layer_table
 from disttrain_cli.spec.plan import Layout, Plan, Prediction, Search, UnitPlan
 from disttrain_cli.spec.profile import Fingerprints, Profile

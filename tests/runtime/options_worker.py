@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from disttrain_cli.costs import buckets
-from disttrain_cli.data.index import read_index
+from disttrain_cli.data.index.sample_index import read_index
 from disttrain_cli.data.loader import Loader
 from disttrain_cli.data.ordering.orders import Orders
 from disttrain_cli.models.graph import describe, layer_table

@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 
-from disttrain_cli.data.index import build_index
+from disttrain_cli.data.indexing.building import build_index
 from disttrain_cli.data.sample_audio import TONES_HZ, tones
 from disttrain_cli.models.graph import describe, layer_table
 from disttrain_cli.runtime.checkpoints import checkpoint

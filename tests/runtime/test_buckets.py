@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from disttrain_cli.data import sample_data
-from disttrain_cli.data.index import build_index
+from disttrain_cli.data.indexing.building import build_index
 from disttrain_cli.models.graph import describe
 from disttrain_cli.runtime.latents import make_latents
 from disttrain_cli.spec.index import TARGET

@@ -19,7 +19,8 @@ import pyarrow.flight as flight
 import pytest
 import yaml
 
-from disttrain_cli.data.index import Index, build_index, read_index
+from disttrain_cli.data.index.sample_index import Index, read_index
+from disttrain_cli.data.indexing.building import build_index
 from disttrain_cli.data.loader import Loader
 from disttrain_cli.data.ordering.orders import Orders
 from disttrain_cli.data.preparing import Request

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from disttrain_cli.data.index import build_index
+from disttrain_cli.data.indexing.building import build_index
 from disttrain_cli.data.sample_data import write_sample_data
 from disttrain_cli.models.graph import describe
 from disttrain_cli.spec.plan import UnitPlan

@@ -17,7 +17,8 @@ import torch
 
 from disttrain_cli.costs.overlap import last_slots
 from disttrain_cli.data.epochs.mixture import Mixture
-from disttrain_cli.data.index import build_index, read_index
+from disttrain_cli.data.index.sample_index import read_index
+from disttrain_cli.data.indexing.building import build_index
 from disttrain_cli.data.packing import SequenceStream
 from disttrain_cli.data.sample_data import write_sample_data
 from disttrain_cli.models.graph import describe, layer_table

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from disttrain_cli.data.index import Index, build_index, held_out
+from disttrain_cli.data.index.sample_index import Index, held_out
+from disttrain_cli.data.indexing.building import build_index
 from disttrain_cli.data.loader import Loader
 from disttrain_cli.data.ordering.orders import Orders
 from disttrain_cli.data.sample_data import write_sample_data

@@ -9,8 +9,8 @@ import pytest
 from safetensors.torch import load_file
 
 from disttrain_cli.data.epochs.mixture import Mixture
-from disttrain_cli.data.index import build_index
-from disttrain_cli.data.index_checks import checked_tokenizer
+from disttrain_cli.data.index.index_checks import checked_tokenizer
+from disttrain_cli.data.indexing.building import build_index
 from disttrain_cli.data.packing import pack
 from disttrain_cli.data.reading import ShardReader
 from disttrain_cli.data.sequences import SequencePlan

@@ -16,7 +16,8 @@ import torch
 import yaml
 
 from disttrain_cli.data.epochs.mixture import Mixture
-from disttrain_cli.data.index import Index, build_index, open_index
+from disttrain_cli.data.index.sample_index import Index
+from disttrain_cli.data.indexing.building import build_index, open_index
 from disttrain_cli.data.latents import described, open_latents
 from disttrain_cli.data.loader import Loader
 from disttrain_cli.data.ordering.orders import Orders

@@ -14,7 +14,7 @@ import torch
 
 from disttrain_cli.analysis.job.database import open_database
 from disttrain_cli.analysis.job.inside import inside
-from disttrain_cli.data.index import build_index
+from disttrain_cli.data.indexing.building import build_index
 from disttrain_cli.data.sample_data import write_sample_data
 from disttrain_cli.errors import MismatchError, RankFailedError, SpecError
 from disttrain_cli.runtime.checkpoints.checkpoint import read_tensors

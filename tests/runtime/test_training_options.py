@@ -13,7 +13,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from disttrain_cli.data.index import build_index
+from disttrain_cli.data.indexing.building import build_index
 from disttrain_cli.data.sample_data import write_sample_data
 from disttrain_cli.models.graph import build_layers, describe, layer_table
 from disttrain_cli.runtime.launching.launch import launch

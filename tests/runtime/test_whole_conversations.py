@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from disttrain_cli.data.index import build_index
+from disttrain_cli.data.indexing.building import build_index
 from disttrain_cli.data.loader import Loader
 from disttrain_cli.data.ordering.orders import Orders
 from disttrain_cli.models.graph import describe, layer_table

@@ -13,7 +13,7 @@ from disttrain_cli.errors import UsageError
 from disttrain_cli.spec.progress import Progress, silent
 
 if TYPE_CHECKING:
-    from disttrain_cli.data.index import Index
+    from disttrain_cli.data.index.sample_index import Index
     from disttrain_cli.data.sources import Skipped
     from disttrain_cli.runtime.latents import Made
     from disttrain_cli.spec.inputs import ModelInputs
@@ -82,7 +82,7 @@ class Ordered:
 def _with_data(run: Run | Path | str) -> tuple[Run, ModelInputs]:
     """A run that has data, and what its model asks of them."""
     opened = open_run(run)
-    from disttrain_cli.data.index_checks import check_sources
+    from disttrain_cli.data.index.index_checks import check_sources
     from disttrain_cli.models.graph import describe
 
     check_sources(opened)
@@ -93,10 +93,10 @@ def data_index(run: Run | Path | str = DEFAULT_RUN_FILE, *, progress: Progress =
     """Read the sizes of all samples: the sample index.
 
     Raises:
-        As `data.index.open_index`.
+        As `data.indexing.building.open_index`.
     """
     opened, inputs = _with_data(run)
-    from disttrain_cli.data.index import open_index
+    from disttrain_cli.data.indexing.building import open_index
     from disttrain_cli.data.sources.samples import samples_lost
 
     index = open_index(opened, inputs, progress)
@@ -117,7 +117,7 @@ def data_index_share(
         hosts: how many there are.
 
     Raises:
-        UsageError: there is no such share; others as `data.index_writing.read_share_of`.
+        UsageError: there is no such share; others as `data.indexing.index_writing.read_share_of`.
     """
     if not 0 <= number < hosts:
         raise UsageError(
@@ -125,8 +125,8 @@ def data_index_share(
             "allowed: K/N, for N hosts that are numbered from K = 0 to N - 1",
         )
     opened, inputs = _with_data(run)
-    from disttrain_cli.data.index_writing import read_share_of
-    from disttrain_cli.data.indexing import Share
+    from disttrain_cli.data.indexing.index_writing import read_share_of
+    from disttrain_cli.data.indexing.reading_shards import Share
 
     share = Share(number, hosts)
     shards = read_share_of(opened, inputs, share, progress)
@@ -138,11 +138,11 @@ def data_check(run: Run | Path | str = DEFAULT_RUN_FILE, *, progress: Progress =
 
     Raises:
         BadSamplesError: more is broken than `data.max_bad_fraction` allows; it has them all.
-        Others as `data.index.open_index`.
+        Others as `data.indexing.building.open_index`.
     """
     opened, inputs = _with_data(run)
     from disttrain_cli.data.checking import find_broken, unchecked
-    from disttrain_cli.data.index import leave_out, open_index
+    from disttrain_cli.data.indexing.building import leave_out, open_index
     from disttrain_cli.data.sources.samples import samples_lost
 
     index = open_index(opened, inputs, progress)
@@ -187,12 +187,12 @@ def data_order(
     """Make the orders of the next epochs ahead of training.
 
     Raises:
-        As `data.index.open_index`.
+        As `data.indexing.building.open_index`.
     """
     check_number("epochs", epochs, 1)
     opened, inputs = _with_data(run)
     from disttrain_cli.data.epochs.mixture import Mixture, in_sequences
-    from disttrain_cli.data.index import open_index
+    from disttrain_cli.data.indexing.building import open_index
     from disttrain_cli.data.packing import SequenceStream
     from disttrain_cli.runtime.checkpoints.folder import begun
     from disttrain_cli.runtime.checkpoints.phases import phases_of

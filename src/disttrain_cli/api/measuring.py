@@ -98,8 +98,8 @@ def profile(
 
 def _reindex(run: Run, progress: Progress) -> None:
     """Index the data anew; the old index stays until the new one is whole."""
-    from disttrain_cli.data.index import build_index
-    from disttrain_cli.data.shard_files import drop_files
+    from disttrain_cli.data.indexing.building import build_index
+    from disttrain_cli.data.indexing.shard_files import drop_files
     from disttrain_cli.models.graph import describe
 
     drop_files(run)

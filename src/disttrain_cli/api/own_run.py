@@ -17,7 +17,7 @@ from disttrain_cli.errors import DataError, SpecError, UsageError
 from disttrain_cli.spec.progress import Progress
 
 if TYPE_CHECKING:
-    from disttrain_cli.data.index import Index
+    from disttrain_cli.data.index.sample_index import Index
     from disttrain_cli.spec.runfile import Run
 
 TEXT = Template("""\
@@ -170,7 +170,7 @@ def _index(
     scratch: Path, fields: Template, folder: str, values: dict[str, object], progress: Progress
 ) -> tuple[Run, Index]:
     """The sizes of all samples, in sequences as long as the model allows."""
-    from disttrain_cli.data.index import build_index
+    from disttrain_cli.data.indexing.building import build_index
     from disttrain_cli.models.architectures import read_configs
     from disttrain_cli.models.graph import describe
     from disttrain_cli.spec.runfile import read_run

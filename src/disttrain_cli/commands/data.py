@@ -32,7 +32,7 @@ from disttrain_cli.console import Console
 from disttrain_cli.errors import UsageError
 
 if TYPE_CHECKING:
-    from disttrain_cli.data.index import Index
+    from disttrain_cli.data.index.sample_index import Index
     from disttrain_cli.data.sources import Skipped
     from disttrain_cli.spec.runfile import Run
 
@@ -218,7 +218,7 @@ def check(
     """Decode every image and clip once, and leave out the samples that cannot be used."""
     console = Console(json_mode=json_mode, quiet=quiet)
     opened = open_run(run_file, *settings or ())
-    from disttrain_cli.data.index_checks import BadSamplesError
+    from disttrain_cli.data.index.index_checks import BadSamplesError
     from disttrain_cli.data.unread_keys import described
 
     try:

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from disttrain_cli.calls import call
-from disttrain_cli.data.index import Index
-from disttrain_cli.data.index_checks import MOST_NAMED, shard_label
+from disttrain_cli.data.index.index_checks import MOST_NAMED, shard_label
+from disttrain_cli.data.index.sample_index import Index
 from disttrain_cli.data.modalities.registry import MODALITIES
 from disttrain_cli.data.reading import ShardReader
 from disttrain_cli.data.slots import Ints

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from disttrain_cli.data.index import Index
+from disttrain_cli.data.index.sample_index import Index
 from disttrain_cli.data.packing import Packing
 from disttrain_cli.data.slots import StepOrder
 from disttrain_cli.spec.plan import Layout

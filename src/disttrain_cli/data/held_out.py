@@ -29,7 +29,7 @@ def chosen(
         source: index of the source in `data.sources`.
         shard: name of the shard, relative to the source.
         pieces: [N] True for a sample that may continue the document of the sample before it
-            (`data.documents`): with the same key, it is held out together with that sample.
+            (`data.indexing.documents`): with the same key, it is held out with that sample.
     """
     import pyarrow as pa
 

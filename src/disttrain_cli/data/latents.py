@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from disttrain_cli.calls import call
-from disttrain_cli.data.index import Index
+from disttrain_cli.data.index.sample_index import Index
 from disttrain_cli.data.sources.files import content_of
 from disttrain_cli.errors import DataError, MismatchError, SpecError
 from disttrain_cli.spec.files import fingerprint, parse_json, validate

@@ -19,7 +19,7 @@ from disttrain_cli.data.epochs.mixture import Mixture
 from disttrain_cli.data.epochs.phase import PhaseStream
 from disttrain_cli.data.epochs.sizes import joined
 from disttrain_cli.data.epochs.streams import Start, at_first
-from disttrain_cli.data.index import Index
+from disttrain_cli.data.index.sample_index import Index
 from disttrain_cli.data.once import Once
 from disttrain_cli.data.slots import Ints
 from disttrain_cli.spec.heads import Item

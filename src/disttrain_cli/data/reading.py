@@ -10,8 +10,8 @@ from collections import OrderedDict
 
 import numpy as np
 
-from disttrain_cli.data.index import Index
-from disttrain_cli.data.index_checks import REINDEX
+from disttrain_cli.data.index.index_checks import REINDEX
+from disttrain_cli.data.index.sample_index import Index
 from disttrain_cli.data.modalities.registry import MODALITIES
 from disttrain_cli.data.parts import written_around
 from disttrain_cli.data.sources import Location, OpenShard, RowGroups, open_shard, printable, shown

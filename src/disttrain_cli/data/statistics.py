@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from disttrain_cli.data.index import Index
+from disttrain_cli.data.index.sample_index import Index
 from disttrain_cli.data.packing import Packing
 from disttrain_cli.data.reading import ShardReader
 from disttrain_cli.data.sizes import sizes_of

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from disttrain_cli.data.epochs.mixture import Mixture, Phase
-from disttrain_cli.data.index import Index, open_index
+from disttrain_cli.data.index.sample_index import Index
+from disttrain_cli.data.indexing.building import open_index
 from disttrain_cli.data.mixtures import Phases
 from disttrain_cli.data.packing import Packing, SequenceStream, pack
 from disttrain_cli.data.statistics import (

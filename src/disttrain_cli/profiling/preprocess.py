@@ -15,7 +15,7 @@ from typing import NamedTuple, cast
 
 import numpy as np
 
-from disttrain_cli.data.index import Index
+from disttrain_cli.data.index.sample_index import Index
 from disttrain_cli.data.modalities.modality import InParts
 from disttrain_cli.data.modalities.registry import MODALITIES
 from disttrain_cli.data.packing import Members, Packing

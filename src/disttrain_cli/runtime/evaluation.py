@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from disttrain_cli.data.index import Index, held_out
+from disttrain_cli.data.index.sample_index import Index, held_out
 from disttrain_cli.data.loader import Loader
 from disttrain_cli.data.ordering.orders import Orders
 from disttrain_cli.runtime.feeding import fetcher

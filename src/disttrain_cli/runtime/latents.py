@@ -23,9 +23,10 @@ from numpy.typing import NDArray
 
 from disttrain_cli.calls import call
 from disttrain_cli.data.checking import Broken, allowed_broken, check_broken, try_decoding
-from disttrain_cli.data.index import Index, open_index
-from disttrain_cli.data.index_checks import check_sources
-from disttrain_cli.data.index_file import read_stored
+from disttrain_cli.data.index.index_checks import check_sources
+from disttrain_cli.data.index.index_file import read_stored
+from disttrain_cli.data.index.sample_index import Index
+from disttrain_cli.data.indexing.building import open_index
 from disttrain_cli.data.latents import images_of, origin_of
 from disttrain_cli.data.modalities.registry import MODALITIES
 from disttrain_cli.data.modalities.targets import DTYPES

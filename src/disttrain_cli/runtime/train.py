@@ -15,8 +15,8 @@ from pydantic import BaseModel, Field
 
 from disttrain_cli.calls import argument, call
 from disttrain_cli.data.epochs.mixture import mixture_of
-from disttrain_cli.data.index import Index, read_index
-from disttrain_cli.data.index_checks import check_profiled_data
+from disttrain_cli.data.index.index_checks import check_profiled_data
+from disttrain_cli.data.index.sample_index import Index, read_index
 from disttrain_cli.data.latents import described
 from disttrain_cli.data.metrics import check_scores
 from disttrain_cli.data.packing import SequenceStream

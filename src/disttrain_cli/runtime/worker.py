@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from disttrain_cli.calls import call
 from disttrain_cli.data.epochs.mixture import Mixture, mixture_of
-from disttrain_cli.data.index import Index, held_out
+from disttrain_cli.data.index.sample_index import Index, held_out
 from disttrain_cli.data.loader import Loader
 from disttrain_cli.data.ordering.orders import Orders
 from disttrain_cli.data.packing import SequenceStream

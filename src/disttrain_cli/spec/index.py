@@ -14,7 +14,7 @@ position); the rows of a shard are one row group:
   - ended: a text followed by EOS inside the sample, which is one of its `tokens`.
   - widths, int32: pixels of the upright image from its header, or negative the size to which it is
     resized, if its record sets it; duration of a clip in ms, rounded up; for a text 0, or its first
-    character if it is a piece of a document (`data.documents`).
+    character if it is a piece of a document (`data.indexing.documents`).
   - heights, int32: the same; samples per second of a clip; characters of a piece; -1 for a text
     that a chat template wrote: its sample has no BOS and EOS but the template's.
   - offsets, sizes, int64: location of the segment in the shard, two numbers that depend on the file

@@ -19,12 +19,12 @@ class RunDir:
 
     @property
     def partial_index(self) -> Path:
-        """Rows of single shards, while the index is created (`data.shard_files`)."""
+        """Rows of single shards, while the index is created (`data.indexing.shard_files`)."""
         return self.root / "index.partial"
 
     @property
     def columns(self) -> Path:
-        """The index as flat files (`data.index_columns`)."""
+        """The index as flat files (`data.index.index_columns`)."""
         return self.root / "columns"
 
     @property

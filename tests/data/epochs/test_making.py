@@ -22,7 +22,7 @@ from disttrain_cli.data.columns import HEADER, alone
 from disttrain_cli.data.epochs import making, streams
 from disttrain_cli.data.epochs.making import Epochs, folder_of
 from disttrain_cli.data.epochs.mixture import Mixture, Phase
-from disttrain_cli.data.index import Index
+from disttrain_cli.data.index.sample_index import Index
 from disttrain_cli.data.packing import Packing, SequenceStream
 from disttrain_cli.errors import SpecError
 from disttrain_cli.spec.index import IMAGE, TEXT

@@ -22,7 +22,7 @@ from disttrain_cli.data.arrays import mix
 from disttrain_cli.data.epochs import streams
 from disttrain_cli.data.epochs.mixture import Mixture, Phase
 from disttrain_cli.data.epochs.streams import DRAW, ORDER
-from disttrain_cli.data.index import Index
+from disttrain_cli.data.index.sample_index import Index
 from disttrain_cli.data.packing import SequenceStream, pack
 from disttrain_cli.errors import DataError
 from disttrain_cli.spec.index import TEXT

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from disttrain_cli.data.epochs.mixture import Mixture
-from disttrain_cli.data.index import Index
+from disttrain_cli.data.index.sample_index import Index
 from disttrain_cli.data.ordering.assigning import Costs, assign, count_costs
 from disttrain_cli.data.ordering.assigning import order_step as order_assigned
 from disttrain_cli.data.ordering.intervals import interval_order

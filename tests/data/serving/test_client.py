@@ -10,7 +10,8 @@ from typing import Any
 import pyarrow.flight as flight
 import pytest
 
-from disttrain_cli.data.index import Index, build_index
+from disttrain_cli.data.index.sample_index import Index
+from disttrain_cli.data.indexing.building import build_index
 from disttrain_cli.data.ordering.orders import Orders, Policy
 from disttrain_cli.data.preparing import Preparation, Prepared, Preparer, Request
 from disttrain_cli.data.serving import permits, wire

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from PIL import Image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
-from disttrain_cli.data.index import Index, build_index
+from disttrain_cli.data.index.sample_index import Index
+from disttrain_cli.data.indexing.building import build_index
 from disttrain_cli.data.modalities.images import Images
 from disttrain_cli.data.reading import ShardReader
 from disttrain_cli.data.tokenizer import read_tokenizer

@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from disttrain_cli.data.checking import find_broken
-from disttrain_cli.data.index import build_index
+from disttrain_cli.data.indexing.building import build_index
 from disttrain_cli.data.modalities.images import Images
 from disttrain_cli.data.reading import ShardReader
 from disttrain_cli.data.tokenizer import read_tokenizer

@@ -13,7 +13,8 @@ from typing import Any
 import fsspec
 import pytest
 
-from disttrain_cli.data.index import build_index, open_index, read_index
+from disttrain_cli.data.index.sample_index import read_index
+from disttrain_cli.data.indexing.building import build_index, open_index
 from disttrain_cli.data.reading import ShardReader
 from disttrain_cli.data.sources import files
 from disttrain_cli.data.tokenizer import ByteTokenizer

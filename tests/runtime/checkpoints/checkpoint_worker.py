@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from disttrain_cli.costs import buckets
-from disttrain_cli.data.index import read_index
+from disttrain_cli.data.index.sample_index import read_index
 from disttrain_cli.data.loader import Loader
 from disttrain_cli.data.ordering.orders import Orders
 from disttrain_cli.models.graph import describe, layer_table

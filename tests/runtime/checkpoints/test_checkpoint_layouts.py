@@ -10,7 +10,8 @@ import pytest
 import torch
 import yaml
 
-from disttrain_cli.data.index import build_index, read_index
+from disttrain_cli.data.index.sample_index import read_index
+from disttrain_cli.data.indexing.building import build_index
 from disttrain_cli.data.sample_data import write_sample_data
 from disttrain_cli.errors import RankFailedError
 from disttrain_cli.models.graph import build_layers, describe, layer_table

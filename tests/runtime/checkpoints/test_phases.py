@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from disttrain_cli.data.index import Index
+from disttrain_cli.data.index.sample_index import Index
 from disttrain_cli.data.mixtures import Phases
 from disttrain_cli.errors import MismatchError, SpecError
 from disttrain_cli.runtime.checkpoints.folder import Begun, begun, check_belongs, made_from

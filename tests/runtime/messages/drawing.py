@@ -13,7 +13,7 @@ from typing import Any, cast
 import numpy as np
 import yaml
 
-from disttrain_cli.data.index import Index
+from disttrain_cli.data.index.sample_index import Index
 from disttrain_cli.data.ordering.assigning import order_step
 from disttrain_cli.data.packing import Members, Packing
 from disttrain_cli.data.slots import Assignment, Ints, ReplicaItems, Slot, StepOrder

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from disttrain_cli.api.presets import preset_text
-from disttrain_cli.data.index import open_index
+from disttrain_cli.data.indexing.building import open_index
 from disttrain_cli.data.ordering.orders import Orders
 from disttrain_cli.models.graph import describe
 from disttrain_cli.runtime.messages.hollow import record_steps

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from disttrain_cli.data.arrays import mix, ranges, starts_of
-from disttrain_cli.data.index import Index
+from disttrain_cli.data.index.sample_index import Index
 from disttrain_cli.data.slots import Ints
 
 

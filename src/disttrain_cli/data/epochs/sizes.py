@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from disttrain_cli.data.arrays import ranges, starts_of
 from disttrain_cli.data.columns import Columns
-from disttrain_cli.data.index import Index
+from disttrain_cli.data.index.sample_index import Index
 from disttrain_cli.data.slots import Ints
 from disttrain_cli.spec.index import KINDS
 

@@ -21,7 +21,7 @@ from disttrain_cli.data.arrays import mix
 from disttrain_cli.data.epochs.best_fit import pack_block
 from disttrain_cli.data.epochs.mixture import Mixture
 from disttrain_cli.data.epochs.permutation import permuted
-from disttrain_cli.data.index import Index
+from disttrain_cli.data.index.sample_index import Index
 from disttrain_cli.data.slots import Ints
 from disttrain_cli.errors import DataError
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from disttrain_cli.data.epochs.mixture import Mixture, mixture_of
-from disttrain_cli.data.index import Index
+from disttrain_cli.data.index.sample_index import Index
 from disttrain_cli.data.once import Once
 from disttrain_cli.data.ordering.assigning import assign, count_costs, order_step
 from disttrain_cli.data.ordering.best import Best

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from disttrain_cli.data.index import Index
+from disttrain_cli.data.index.sample_index import Index
 from disttrain_cli.data.ordering.orders import Orders, StepWork
 from disttrain_cli.data.slots import Assignment
 from disttrain_cli.spec.plan import Layout

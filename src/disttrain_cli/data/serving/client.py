@@ -15,7 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 
 from disttrain_cli.calls import call
-from disttrain_cli.data.index import Index
+from disttrain_cli.data.index.sample_index import Index
 from disttrain_cli.data.ordering.orders import Orders
 from disttrain_cli.data.preparing import Prepared, Request
 from disttrain_cli.data.serving.access import access_of

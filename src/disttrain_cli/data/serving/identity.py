@@ -9,7 +9,7 @@ from importlib import metadata
 
 from disttrain_cli import __version__
 from disttrain_cli.calls import call
-from disttrain_cli.data.index import Index
+from disttrain_cli.data.index.sample_index import Index
 from disttrain_cli.data.latents import described
 from disttrain_cli.errors import MismatchError
 from disttrain_cli.spec.files import fingerprint

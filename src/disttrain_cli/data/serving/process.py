@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from disttrain_cli.calls import argument
-from disttrain_cli.data.index import read_index
+from disttrain_cli.data.index.sample_index import read_index
 from disttrain_cli.data.ordering.orders import Orders
 from disttrain_cli.data.ordering.shared_orders import SharedOrders
 from disttrain_cli.data.preparing import Preparer

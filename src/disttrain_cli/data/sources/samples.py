@@ -28,8 +28,8 @@ class Skipped(NamedTuple):
 
     Attributes:
         key: name of the sample, or "" for damage of the shard.
-        samples: number of samples lost; None if the reader cannot know it (`data.lost_samples`
-            estimates it).
+        samples: number of samples lost; None if the reader cannot know it
+            (`data.indexing.lost_samples` estimates it).
         unread_bytes: bytes of the file after the damage.
         cut: True if the end of the file is missing, so that more is lost than `unread_bytes`.
     """
@@ -94,8 +94,8 @@ class Segment(NamedTuple):
     `trained`: the tokens of this text are labels; `ended`: EOS follows inside the sample. Width and
     height hold other values for some segments: the two numbers of a type of file that is no image
     (`data.modalities.media.Media`); the first character and the length of a piece of a document
-    (`data.documents`); `TEMPLATED` as the height of a text of a chat template, whose tokens are
-    `ids`. A video has the size of a frame, its `frames` and their rate
+    (`data.indexing.documents`); `TEMPLATED` as the height of a text of a chat template, with tokens
+    in `ids`. A video has the size of a frame, its `frames` and their rate
     (`spec.video_processor.Film`). `part`: as in the index's column `parts`. `budget`: of an image
     whose record states a pixel budget.
     """

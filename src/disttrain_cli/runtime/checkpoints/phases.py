@@ -4,7 +4,7 @@ does."""
 from __future__ import annotations
 
 from disttrain_cli.calls import call
-from disttrain_cli.data.index import Index
+from disttrain_cli.data.index.sample_index import Index
 from disttrain_cli.data.mixtures import Phases, go_on
 from disttrain_cli.errors import SpecError
 from disttrain_cli.runtime.checkpoints.folder import Begun

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from disttrain_cli.data.index import Index, read_index
-from disttrain_cli.data.index_checks import check_profiled_data
+from disttrain_cli.data.index.index_checks import check_profiled_data
+from disttrain_cli.data.index.sample_index import Index, read_index
 from disttrain_cli.data.serving.identity import identity_of
 from disttrain_cli.errors import RankLostError
 from disttrain_cli.models.graph import layer_table

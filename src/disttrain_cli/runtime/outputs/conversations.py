@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from disttrain_cli.data.chat import IMAGE_ROW
-from disttrain_cli.data.index import Index, held_out, read_index
+from disttrain_cli.data.index.sample_index import Index, held_out, read_index
 from disttrain_cli.data.reading import ShardReader
 from disttrain_cli.data.tokenizer import Tokenizer, read_tokenizer
 from disttrain_cli.runtime.outputs.pictures import suffix_of

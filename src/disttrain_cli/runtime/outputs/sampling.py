@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from disttrain_cli.data.index import held_out, read_index
-from disttrain_cli.data.index_checks import checked_tokenizer
+from disttrain_cli.data.index.index_checks import checked_tokenizer
+from disttrain_cli.data.index.sample_index import held_out, read_index
 from disttrain_cli.data.loader import Loader
 from disttrain_cli.data.metrics import judged, scored
 from disttrain_cli.data.ordering.orders import Orders

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from disttrain_cli.costs.layout import stages_of
-from disttrain_cli.data.index import Index
+from disttrain_cli.data.index.sample_index import Index
 from disttrain_cli.data.ordering.loads import order_loads
 from disttrain_cli.data.ordering.orders import Orders
 from disttrain_cli.data.slots import Assignment

@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 
 from disttrain_cli.costs.layout import Cost, CostedStage, replica_ms
 from disttrain_cli.costs.preparing import prepare_s
-from disttrain_cli.data.index import Index, open_index, read_index
+from disttrain_cli.data.index.sample_index import Index, read_index
+from disttrain_cli.data.indexing.building import open_index
 from disttrain_cli.data.ordering.loads import unit_loads
 from disttrain_cli.data.ordering.orders import Orders
 from disttrain_cli.data.packing import Packing

@@ -13,8 +13,8 @@ from pydantic import BaseModel, Field
 
 from disttrain_cli.calls import call
 from disttrain_cli.costs.layout import stages_of
-from disttrain_cli.data.index import Index
-from disttrain_cli.data.index_checks import check_profiled_data
+from disttrain_cli.data.index.index_checks import check_profiled_data
+from disttrain_cli.data.index.sample_index import Index
 from disttrain_cli.errors import RankLostError, SpecError
 from disttrain_cli.runtime.checkpoints.folder import latest
 from disttrain_cli.runtime.launching.starts import (

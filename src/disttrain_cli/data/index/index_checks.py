@@ -10,7 +10,7 @@ from pathlib import PurePath
 from typing import Any, NamedTuple
 
 from disttrain_cli.calls import call
-from disttrain_cli.data.index_file import PROFILE, Stored, read_stored
+from disttrain_cli.data.index.index_file import PROFILE, Stored, read_stored
 from disttrain_cli.data.sources import Listing, Shard, Skipped, list_source, printable, shown
 from disttrain_cli.data.sources.files import content_of, is_file, join, state_of
 from disttrain_cli.data.sources.samples import largest_first, samples_lost, shown_skipped

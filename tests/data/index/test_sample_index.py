@@ -13,7 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from disttrain_cli.data.index import Index, build_index, open_index, read_index
+from disttrain_cli.data.index.sample_index import Index, read_index
+from disttrain_cli.data.indexing.building import build_index, open_index
 from disttrain_cli.data.reading import ShardReader
 from disttrain_cli.data.sources import Shard
 from disttrain_cli.data.tokenizer import ByteTokenizer
@@ -242,7 +243,7 @@ def test_copies_with_other_times_are_known_by_their_content(
     assert len(open_index(run, INPUTS)) == 3 and read.taken() == ["c.tar"]
     with monkeypatch.context() as looked:
         # the new times are in the index now
-        looked.setattr("disttrain_cli.data.index_checks.content_of", None)
+        looked.setattr("disttrain_cli.data.index.index_checks.content_of", None)
         assert len(open_index(run, INPUTS)) == 3
 
 
@@ -335,7 +336,7 @@ class Read:
     """Names of the shards that an index reads."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from disttrain_cli.data import shard_files as room
+        from disttrain_cli.data.indexing import shard_files as room
 
         self.names: list[str] = []
         real = room.read_shard
@@ -421,7 +422,7 @@ def test_profile_refuses_what_changed_and_names_the_override(own_run: MakeRun, c
 def test_an_index_of_another_version_is_built_again(
     own_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from disttrain_cli.data import index_writing as room
+    from disttrain_cli.data.indexing import index_writing as room
 
     run = own_run({"a.tar": shard_of("one")})
     with monkeypatch.context() as older:
@@ -436,7 +437,7 @@ def test_an_index_of_another_version_is_built_again(
 FILL_THE_DISK = """
 import resource, sys
 from pathlib import Path
-from disttrain_cli.data.index import build_index
+from disttrain_cli.data.indexing.building import build_index
 from disttrain_cli.errors import DisttrainError
 from tests.data.dataset import INPUTS, make_run
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]),) * 2)

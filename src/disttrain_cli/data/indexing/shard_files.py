@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from disttrain_cli import __version__
-from disttrain_cli.data.index_checks import State, made_for
-from disttrain_cli.data.index_file import Indexed, ShardRows
-from disttrain_cli.data.index_rows import digest, shard_rows
+from disttrain_cli.data.index.index_checks import State, made_for
+from disttrain_cli.data.index.index_file import Indexed, ShardRows
+from disttrain_cli.data.indexing.index_rows import digest, shard_rows
 from disttrain_cli.data.sources import (
     ChatForm,
     OpenShard,

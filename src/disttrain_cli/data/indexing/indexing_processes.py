@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from disttrain_cli import errors
-from disttrain_cli.data.shard_files import Job
+from disttrain_cli.data.indexing.shard_files import Job
 from disttrain_cli.errors import DataError
 from disttrain_cli.spec.inputs import ModelInputs
 from disttrain_cli.spec.progress import Progress
@@ -96,7 +96,7 @@ class _Processes:
                 raise InterruptedError
             # A separate session: Ctrl-C reaches only this process, which ends the others.
             process = subprocess.Popen(
-                [sys.executable, "-m", "disttrain_cli.data.indexing_worker"],
+                [sys.executable, "-m", "disttrain_cli.data.indexing.indexing_worker"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,

@@ -19,8 +19,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from disttrain_cli.data.index_checks import State
-from disttrain_cli.data.shard_files import Job, read_job, write_rows
+from disttrain_cli.data.index.index_checks import State
+from disttrain_cli.data.indexing.shard_files import Job, read_job, write_rows
 from disttrain_cli.data.sources import Shard
 from disttrain_cli.data.tokenizer import read_tokenizer
 from disttrain_cli.errors import DisttrainError

@@ -21,8 +21,8 @@ from disttrain_cli.data.arrays import starts_of
 from disttrain_cli.data.columns import Columns, ColumnWriter, alone, open_columns, writing_columns
 from disttrain_cli.data.duplicates import of_samples, repeated
 from disttrain_cli.data.held_out import bytes_of, chosen
-from disttrain_cli.data.index_file import Stored, read_stored, stored_of
-from disttrain_cli.data.index_rows import counts_of, flat, numbers_of, specials_of
+from disttrain_cli.data.index.index_file import Stored, read_stored, stored_of
+from disttrain_cli.data.index.row_arrays import counts_of, flat, numbers_of, specials_of
 from disttrain_cli.data.parts import cutting
 from disttrain_cli.data.slots import Ints
 from disttrain_cli.data.sources import Shard

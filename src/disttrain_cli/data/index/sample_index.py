@@ -19,22 +19,18 @@ from numpy.typing import NDArray
 
 from disttrain_cli.data.arrays import starts_of
 from disttrain_cli.data.distribution import draw
-from disttrain_cli.data.index_checks import (
+from disttrain_cli.data.index.index_checks import (
     Listed,
-    State,
-    check_bad,
     check_files,
     check_same,
     check_sources,
     checked_tokenizer,
-    extended,
     list_shards,
     made_for,
     states_of,
 )
-from disttrain_cli.data.index_columns import columns_of, stored_index
-from disttrain_cli.data.index_file import Stored, read_stored
-from disttrain_cli.data.index_writing import stored_for, write_index
+from disttrain_cli.data.index.index_columns import columns_of, stored_index
+from disttrain_cli.data.index.index_file import Stored
 from disttrain_cli.data.mixtures import Phases, weights_of
 from disttrain_cli.data.parts import counts_of_parts, first_parts
 from disttrain_cli.data.slots import Ints
@@ -122,7 +118,7 @@ class Index:
     sizes: Ints  # [segments]
     grids: Ints  # [segments, 2] rows, columns of items (`spec.heads.Head`); 0 of texts
     #: [N, 2] (first character, characters) of samples that are pieces of a document
-    #: (`data.documents`), else 0; None = there is no such sample
+    #: (`data.indexing.documents`), else 0; None = there is no such sample
     pieces: Ints | None = None
     # images read that have more pixels than the model's budget; images in files only
     scaled_down: int | None = None
@@ -273,56 +269,6 @@ class Index:
         return self.per_sample(np.where(self.trained, self.tokens, 0)) + self.end_trained
 
 
-def open_index(run: Run, inputs: ModelInputs, progress: Progress = silent) -> Index:
-    """Return the index of the run's data: drawn from its distribution, or read from its file.
-
-    The file is built if there is none for this run file, and extended if shards were added.
-
-    Raises:
-        DataError: a source is missing or empty, has too many bad samples, or no text to train on.
-        MismatchError: an indexed shard changed or is gone.
-        SpecError: the tokenizer does not fit the model, or the images of the distribution do not
-            fit its sequences.
-    """
-    if run.file.data.distribution is not None:
-        return _drawn_index(run.file.data.distribution, inputs)
-    tokenizer = checked_tokenizer(run, inputs)
-    listed = list_shards(run)
-    shards = listed.shards
-    stored = stored_for(run, inputs, tokenizer, shards)
-    if stored and states_of(shards) == [State(*indexed[:4]) for indexed in stored.files]:
-        made = made_for(run, inputs, tokenizer)
-        if extended(stored, made) == made:  # no source has another weight
-            index = _index(run, inputs, stored, listed, progress)
-            check_bad(run, index.sample_count, index.skipped)  # the limit may have changed
-            return index
-    write_index(run, inputs, tokenizer, shards, progress, stored)
-    return _index(run, inputs, read_stored(run.dir.index), listed, progress)
-
-
-def build_index(
-    run: Run, inputs: ModelInputs, progress: Progress = silent, processes: int | None = None
-) -> Index:
-    """Read the sizes of every sample and write the index of the run atomically.
-
-    Results of an interrupted pass or of other hosts (`read_share_of`) are reused. Samples that are
-    broken or longer than a sequence are skipped, counted and named in `Index.skipped`; longer
-    samples of text alone are cut into several.
-
-    Args:
-        processes: number of indexing processes (`indexing.in_order`).
-
-    Raises:
-        DataError: a source is missing or empty, more than `data.max_bad_fraction` of the samples
-            are bad, or none has any text to train on.
-        SpecError: the tokenizer does not fit the model, or the index cannot be written.
-    """
-    check_sources(run)
-    tokenizer, listed = checked_tokenizer(run, inputs), list_shards(run)
-    write_index(run, inputs, tokenizer, listed.shards, progress, processes=processes)
-    return _index(run, inputs, read_stored(run.dir.index), listed, progress)
-
-
 def read_index(run: Run, inputs: ModelInputs) -> Index:
     """Read the run's index and check it against the files on disk (names, sizes, times).
 
@@ -337,27 +283,10 @@ def read_index(run: Run, inputs: ModelInputs) -> Index:
     check_same(stored, made_for(run, inputs, checked_tokenizer(run, inputs)))
     listed = list_shards(run)
     check_files(stored, states_of(listed.shards), listed.shards)
-    return _index(run, inputs, stored, listed)
+    return opened(run, inputs, stored, listed)
 
 
-def leave_out(run: Run, inputs: ModelInputs, broken: Mapping[int, Skipped]) -> Index:
-    """Write the index without these samples (row numbers); all other samples have been decoded.
-
-    Raises:
-        DataError: as `build_index`; the index is unchanged.
-        MismatchError: a shard was added, removed or changed meanwhile.
-    """
-    tokenizer, stored, listed = (
-        checked_tokenizer(run, inputs),
-        read_stored(run.dir.index),
-        list_shards(run),
-    )
-    check_files(stored, states_of(listed.shards), listed.shards)
-    write_index(run, inputs, tokenizer, listed.shards, silent, stored, broken)
-    return _index(run, inputs, read_stored(run.dir.index), listed)
-
-
-def _index(
+def opened(
     run: Run,
     inputs: ModelInputs,
     stored: Stored,
@@ -464,7 +393,7 @@ def held_out(index: Index) -> Index:
     return replace(index, held=True)
 
 
-def _drawn_index(spec: DistributionSpec, inputs: ModelInputs) -> Index:
+def drawn_index(spec: DistributionSpec, inputs: ModelInputs) -> Index:
     """Return an index of drawn documents, without files."""
     drawn = draw(spec, inputs)
     documents = len(drawn.segment_start) - 1

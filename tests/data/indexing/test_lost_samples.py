@@ -15,11 +15,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from disttrain_cli.data.epochs.mixture import Mixture
-from disttrain_cli.data.index import build_index, open_index
-from disttrain_cli.data.index_checks import BadSamplesError
-from disttrain_cli.data.index_writing import read_share_of
-from disttrain_cli.data.indexing import Share
-from disttrain_cli.data.lost_samples import ReadShard, lost_samples
+from disttrain_cli.data.index.index_checks import BadSamplesError
+from disttrain_cli.data.indexing.building import build_index, open_index
+from disttrain_cli.data.indexing.index_writing import read_share_of
+from disttrain_cli.data.indexing.lost_samples import ReadShard, lost_samples
+from disttrain_cli.data.indexing.reading_shards import Share
 from disttrain_cli.data.packing import pack
 from disttrain_cli.data.sources import Shard, Skipped
 from disttrain_cli.data.sources.samples import samples_lost

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 
-from disttrain_cli.data.index_checks import (
+from disttrain_cli.data.index.index_checks import (
     BadSamplesError,
     check_bad,
     check_kept,
@@ -21,11 +21,13 @@ from disttrain_cli.data.index_checks import (
     shard_label,
     states_of,
 )
-from disttrain_cli.data.index_file import Indexed, ShardRows, Stored, read_stored, writing_index
-from disttrain_cli.data.index_rows import digest, flat, samples_of
-from disttrain_cli.data.indexing import Share, in_order, read_share
-from disttrain_cli.data.lost_samples import NO_SHARD, ReadShard, lost_samples
-from disttrain_cli.data.shard_files import Job, drop_files, parts_of_job, paths_of
+from disttrain_cli.data.index.index_file import Indexed, ShardRows, Stored, read_stored
+from disttrain_cli.data.index.row_arrays import flat, samples_of
+from disttrain_cli.data.indexing.index_rows import digest
+from disttrain_cli.data.indexing.index_writer import writing_index
+from disttrain_cli.data.indexing.lost_samples import NO_SHARD, ReadShard, lost_samples
+from disttrain_cli.data.indexing.reading_shards import Share, in_order, read_share
+from disttrain_cli.data.indexing.shard_files import Job, drop_files, parts_of_job, paths_of
 from disttrain_cli.data.sources import Shard, Skipped
 from disttrain_cli.data.tokenizer import Tokenizer
 from disttrain_cli.data.videos import check_installed

@@ -17,9 +17,9 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
-from disttrain_cli.data.index_file import ShardRows
-from disttrain_cli.data.indexing_processes import reading_processes
-from disttrain_cli.data.shard_files import (
+from disttrain_cli.data.index.index_file import ShardRows
+from disttrain_cli.data.indexing.reading_shards.indexing_processes import reading_processes
+from disttrain_cli.data.indexing.shard_files import (
     Job,
     joined,
     parts_of_job,

@@ -18,12 +18,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from disttrain_cli.data import index_writing, indexing, indexing_processes, shard_files
-from disttrain_cli.data.index import build_index, open_index
-from disttrain_cli.data.index_checks import BadSamplesError, State, checked_tokenizer, list_shards
-from disttrain_cli.data.index_writing import read_share_of
-from disttrain_cli.data.indexing import Share, shares
-from disttrain_cli.data.shard_files import Job, parts_of_job, paths_of
+from disttrain_cli.data.index.index_checks import (
+    BadSamplesError,
+    State,
+    checked_tokenizer,
+    list_shards,
+)
+from disttrain_cli.data.indexing import index_writing, indexing_processes, shard_files
+from disttrain_cli.data.indexing import reading_shards as indexing
+from disttrain_cli.data.indexing.building import build_index, open_index
+from disttrain_cli.data.indexing.index_writing import read_share_of
+from disttrain_cli.data.indexing.reading_shards import Share, shares
+from disttrain_cli.data.indexing.shard_files import Job, parts_of_job, paths_of
 from disttrain_cli.data.sources import Shard, tables
 from disttrain_cli.errors import DataError, SpecError
 from disttrain_cli.spec.runfile import Run
@@ -287,7 +293,7 @@ CODE = """
 import sys
 from pathlib import Path
 from typing import Any
-from disttrain_cli.data.index import build_index
+from disttrain_cli.data.indexing.building import build_index
 from tests.data.dataset import INPUTS, make_run
 build_index(make_run(Path(sys.argv[1]), max_bad_fraction=0.2), INPUTS, processes=2)
 """

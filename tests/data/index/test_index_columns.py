@@ -13,18 +13,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from disttrain_cli.data import index_columns
 from disttrain_cli.data.columns import HEADER
-from disttrain_cli.data.index import (
+from disttrain_cli.data.index import index_columns
+from disttrain_cli.data.index.sample_index import (
     COUNTED,
     DERIVED,
     OF_FILMS,
     OF_PARTS,
     Index,
-    build_index,
-    open_index,
     read_index,
 )
+from disttrain_cli.data.indexing.building import build_index, open_index
 from disttrain_cli.errors import DataError
 from disttrain_cli.spec.runfile import Run
 from tests.data.dataset import INPUTS, interleaved, text, write_tar

@@ -12,9 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from disttrain_cli.data.documents import pieces
 from disttrain_cli.data.epochs.mixture import Mixture
-from disttrain_cli.data.index import Index, build_index
+from disttrain_cli.data.index.sample_index import Index
+from disttrain_cli.data.indexing.building import build_index
+from disttrain_cli.data.indexing.documents import pieces
 from disttrain_cli.data.packing import pack
 from disttrain_cli.data.reading import ShardReader
 from disttrain_cli.data.sequences import NOT_TRAINED, SequencePlan

@@ -1,0 +1,1 @@
+"""The making of the sample index: shards read by processes or hosts, and their rows written."""
