@@ -22,7 +22,7 @@ from disttrain_cli.errors import MismatchError
 from disttrain_cli.spec.runfile import Run
 from disttrain_cli.spec.runfile.data import DataSpec
 from tests.data.dataset import INPUTS, PROPERTY, interleaved, make_run, text, write_tar
-from tests.data.test_index import MakeRun
+from tests.data.index.test_sample_index import MakeRun
 
 SOURCES = st.lists(st.tuples(st.floats(0.01, 100), st.integers(0, 10**8)), min_size=1, max_size=8)
 

@@ -463,7 +463,7 @@ def test_a_full_disk_leaves_the_old_index(own_run: MakeRun, most_bytes: int) -> 
         text=True,
         capture_output=True,
         check=True,
-        cwd=Path(__file__).parents[2],
+        cwd=Path(__file__).parents[3],
     )
     assert done.stdout.startswith("SpecError Cannot write") and "index.parquet" in done.stdout
     assert "File too large" in done.stdout and not done.stderr
