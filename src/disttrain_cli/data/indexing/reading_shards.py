@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from disttrain_cli.data.index.index_file import ShardRows
-from disttrain_cli.data.indexing.reading_shards.indexing_processes import reading_processes
+from disttrain_cli.data.indexing.indexing_processes import reading_processes
 from disttrain_cli.data.indexing.shard_files import (
     Job,
     joined,
