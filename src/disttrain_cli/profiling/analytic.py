@@ -209,7 +209,7 @@ def _sizes(inputs: ModelInputs, module: str, tp: int) -> list[dict[str, Any]]:
     if head.alike:  # a TP group of a generator divides no rows
         return [{head.item: count * (1 if head.item == "target" else tp)} for count in (2, 5)]
     p = head.period
-    return [  # none is square, so that their position tables differ
+    return [  # none is square, so that position embeddings are interpolated in all of them
         {head.item: [head.grid_of(rows * p, columns * p)] * count * tp}
         for count, rows, columns in ((1, 6, 4), (1, 8, 6), (2, 6, 4), (3, 8, 10))
     ]

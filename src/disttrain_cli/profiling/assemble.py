@@ -117,7 +117,7 @@ def _trained_parameters(layer: PipelineLayer) -> int | None:
 
 
 def frozen_projection(layer: PipelineLayer) -> bool:
-    """Return True if the output projection of an attention that ranks may share is never trained.
+    """Return True if the projection of an attention that CP ranks may share is never trained.
 
     Then it has no adapter either. The projection is the first of the layer's row-parallel linears.
     """

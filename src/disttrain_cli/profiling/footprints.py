@@ -154,9 +154,9 @@ def _trained(layer: PipelineLayer, index: int, probes: Probes, tp: int) -> _Trai
 
 
 def _running(layer: PipelineLayer, index: int, probes: Probes, tp: int) -> tuple[Running, _Trained]:
-    """Record a rank's TP shard of a layer that does not shard rows, and its trained footprints.
+    """Record a rank's TP shard as that of a layer without row sharding, and its trained footprints.
 
-    Its messages are the same whatever is trained or recomputed.
+    Messages of such a layer are the same whatever is trained or recomputed.
     """
     layer.ask_for_gradients(False)
     with torch.no_grad():
