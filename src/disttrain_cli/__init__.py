@@ -1,7 +1,7 @@
 """disttrain: disaggregated training of multimodal LLMs (DistTrain, SIGCOMM 2025).
 
 Start reading at `app.py` (the commands) or `api/` (the same as functions), `spec/` (the artefacts
-that pass between them) and `docs/architecture.md` (which room holds what).
+that pass between them) and `docs/architecture.md` (the purpose of each subpackage).
 """
 
 from importlib import import_module
@@ -11,12 +11,12 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    """The functions of `api`, imported when first asked for: the command line starts without."""
+    """Import the functions of `api` on first use, so that the command line starts without them."""
     if not name.startswith("_") and name in (api := import_module("disttrain_cli.api")).__all__:
         return getattr(api, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    """What notebooks complete."""
+    """Return the names that notebooks complete."""
     return ["__version__", *import_module("disttrain_cli.api").__all__]

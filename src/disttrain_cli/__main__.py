@@ -1,5 +1,7 @@
-"""The console script, and `python -m disttrain_cli`: an interrupt is answered before anything else
-is imported."""
+"""The console script, and `python -m disttrain_cli`.
+
+Interrupts are handled from the start, also while the rest of the program is imported.
+"""
 
 import sys
 

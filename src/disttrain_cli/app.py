@@ -1,5 +1,4 @@
-"""The `disttrain` command: subcommands registered, exceptions turned into messages and exit
-codes."""
+"""The `disttrain` command: registers subcommands, turns exceptions into messages and exit codes."""
 
 from __future__ import annotations
 
@@ -43,7 +42,7 @@ Exit codes:
 A traceback appears only with DISTTRAIN_DEBUG=1.
 """
 
-# Conditions of the machine, not bugs of ours.
+# Conditions of the machine, not bugs of disttrain.
 MACHINE_ERRORS = {
     errno.ENOSPC: "Free some space and run the command again.",
     errno.EDQUOT: "Free some of your quota and run the command again.",
@@ -90,7 +89,7 @@ def root(
 ) -> None:
     """Train a multimodal LLM with its own GPUs and parallelism for every module.
 
-    Each command reads one run file and what the command before it left: profile, plan, train,
+    Each command reads one run file and the previous command's output: profile, plan, train,
     analyze.
     """
     if context.invoked_subcommand is None:
@@ -98,7 +97,7 @@ def root(
 
 
 def command_line(*names: str) -> typer.Typer:
-    """The command line with these commands, or all; of the others nothing is imported."""
+    """Return the command line with these commands, or all; other commands are not imported."""
     app = typer.Typer(
         name="disttrain",
         epilog=_paragraphs(EPILOG),
@@ -126,7 +125,7 @@ def _paragraphs(text: str) -> str:
 
 
 def command_names() -> list[str]:
-    """Every command as the user types it, those of groups after their group."""
+    """Return every command as the user types it, those of groups after their group."""
     app = command_line()
     names = [command.name or "" for command in app.registered_commands]
     for group in app.registered_groups:
@@ -137,13 +136,12 @@ def command_names() -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line and leave the process with its exit code (see `errors.py` for what each
-    means)."""
+    """Run the command line and exit with its exit code (`errors.py` lists their meanings)."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     _open_streams()
     codecs.register_error("nearest", nearest_letters)
     for stream in (sys.stdout, sys.stderr):
-        # of a locale that lacks our letters, and for names that are no text
+        # for locales that lack some of our characters, and for names that are not valid text
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="nearest")
     try:
@@ -155,8 +153,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _open_streams() -> None:
-    """Give streams that were closed (`>&-`) /dev/null: no file that is opened gets their
-    numbers."""
+    """Open /dev/null for closed streams (`>&-`), so that no file gets their descriptors."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             os.dup2(os.open(os.devnull, os.O_RDWR), number)
@@ -164,8 +161,8 @@ def _open_streams() -> None:
 
 
 def _without_output(error: OSError) -> int:
-    """Say on stderr that stdout takes nothing; a reader that had enough of it needs no word."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what is flushed at the end
+    """Report on stderr that stdout cannot be written, unless its reader closed the pipe."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for the flush at exit
     if error.errno != errno.EPIPE:
         Console().error(
             "Cannot write the output", error.strerror or "", "Give it room, or write it elsewhere."

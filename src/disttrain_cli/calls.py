@@ -1,7 +1,7 @@
-"""Calls and arguments in messages, spelled as the reader makes them: `disttrain train --resume` in
-a shell, `disttrain_cli.train(resume=True)` in Python.
+"""Calls and arguments in messages, spelled for a shell or for Python.
 
-A message holds them between two marks (`call`, `argument`), from where it is raised, in whichever
+They are `disttrain train --resume` in a shell, `disttrain_cli.train(resume=True)` in Python. A
+message holds them between two marks (`call`, `argument`), from where it is raised, in whichever
 process, to where `spelled` writes it for the reader.
 """
 
@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 DEFAULT_RUN_FILE = Path("disttrain.yaml")
-#: Noncharacters of Unicode, which are there for such use; they stand in no text.
+#: Noncharacters of Unicode, reserved for such internal use; they occur in no text.
 _BEGIN, _END = "\ufdd0", "\ufdd1"
 _MARKED = re.compile(f"{_BEGIN}([^{_BEGIN}{_END}]*){_END}")
-#: Functions of the API that are a way to call a command of another name.
+#: Commands of API functions whose names differ from their command's.
 COMMANDS = {
     "calibrate": "profile",
     "compare_clusters": "plan",
@@ -35,7 +35,7 @@ COMMANDS = {
     "sql": "analyze",
     "write_perfetto": "analyze",
 }
-#: Arguments of functions whose options have other names.
+#: Option names of function arguments that are named differently.
 OPTIONS = {
     "condition": "fail-if",
     "devices": "device",
@@ -51,13 +51,13 @@ OPTIONS = {
     "run_file": "run",
     "settings": "set",
 }
-#: Commands whose first argument is no run file.
+#: Commands whose first argument is not a run file.
 _OF_NO_RUN = ("analyze", "doctor", "init", "sample", "schema", "watch")
 
 
 @dataclass(frozen=True)
 class Reader:
-    """Who reads messages, and what they have named: it stands in every call that takes it."""
+    """Reader of messages (shell or Python), with the run file and settings that messages repeat."""
 
     shell: bool = False
     run: Path | str | None = None  # the run file; in Python also an expression that is one (str)
@@ -65,41 +65,41 @@ class Reader:
     traces: Sequence[Path] = ()
 
 
-#: Of the process, its threads included.
+#: Reader of this process, shared by all threads.
 _reader = Reader()
 
 
 def read_by(reader: Reader) -> Reader:
-    """Have messages from now on spelled for this reader; returns the one before."""
+    """Spell messages for this reader from now on; returns the previous reader."""
     global _reader
     before, _reader = _reader, reader
     return before
 
 
 def now_read_by() -> Reader:
-    """The reader that messages are spelled for."""
+    """Return the reader that messages are spelled for."""
     return _reader
 
 
 def call(function: str, *values: object, **arguments: object) -> str:
-    """A call of the API's function, or of the command that does the same, in a message.
+    """Return a marked call of an API function, or of its command, for a message.
 
     Args:
         values: positional arguments, without the run file that the reader has named.
-        arguments: those by name; `help=True` alone is the help of the function. A text in capitals,
-            also as an argument by position, is a placeholder.
+        arguments: keyword arguments; `help=True` alone is the help of the function. A text in
+            capitals, also as a positional argument, is a placeholder.
     """
     plain = {name: _plain(value) for name, value in arguments.items()}
     return f"{_BEGIN}{json.dumps([function, [*map(_plain, values)], plain])}{_END}"
 
 
 def argument(name: str, value: object = None) -> str:
-    """An argument in a message, with its value where one is given: `--resume`, `resume=True`."""
+    """Return a marked argument for a message, with its value if any: `--resume`, `resume=True`."""
     return call("", **{name: value})
 
 
 def spelled(text: str) -> str:
-    """The message with its calls and arguments as the reader makes them."""
+    """Return the message with its calls and arguments spelled for the reader."""
     if _BEGIN not in text:
         return text
     if not _reader.shell:
@@ -110,17 +110,17 @@ def spelled(text: str) -> str:
 def _spell(match: re.Match[str]) -> str:
     try:
         return (_in_shell if _reader.shell else _in_python)(*json.loads(match[1]))
-    except (TypeError, ValueError):  # such characters in a stranger's name
+    except (TypeError, ValueError):  # these characters in an untrusted name
         return match[0]
 
 
 def set_words() -> list[str]:
-    """The `--set` options of the command that runs, as words of a command line."""
+    """Return the `--set` options of the running command, as words of a command line."""
     return [word for setting in _reader.settings for word in ("--set", setting)]
 
 
 def _plain(value: object) -> Any:
-    """The value as JSON can hold it; ranges and paths, which are no placeholders, by their kind."""
+    """Return the value in a form for JSON; ranges and paths, never placeholders, by type."""
     if isinstance(value, range):
         return {"range": [value.start, value.stop]}
     return {"path": str(value)} if isinstance(value, Path) else value
@@ -162,14 +162,14 @@ def _in_python(function: str, values: list[Any], arguments: dict[str, Any]) -> s
 
 
 def _expression(value: Any) -> str:
-    """The value in Python; a placeholder as it is."""
+    """Return the value as a Python expression; a placeholder unchanged."""
     if isinstance(value, dict):
         return repr(value["path"]) if "path" in value else "range({}, {})".format(*value["range"])
     return value if isinstance(value, str) and re.fullmatch("[A-Z]+", value) else repr(value)
 
 
 def _named(command: str, values: list[Any]) -> Sequence[Path | str]:
-    """Paths that the reader named and the command takes first."""
+    """Return the paths that the reader named and that the command takes first."""
     if command == "analyze":
         return [] if values else _reader.traces
     takes = command and command not in _OF_NO_RUN and _reader.run != DEFAULT_RUN_FILE

@@ -7,9 +7,9 @@
 | `--quiet`        | the path that was written       | errors only                |
 | `--json --quiet` | one JSON document, nothing else | errors only                |
 
-Rooms never import this: they report through a callback (`spec.progress.Progress`) that `progress`
-provides. Rich is imported only where a live bar is drawn, so that `disttrain --help` starts
-quickly.
+Other subpackages never import this: they report through a callback (`spec.progress.Progress`) that
+`progress` provides. Rich is imported only where a live bar is drawn, so that `disttrain --help`
+starts quickly.
 """
 
 from __future__ import annotations
@@ -32,72 +32,72 @@ if TYPE_CHECKING:
 
     from disttrain_cli.spec.progress import Progress
 
-PLAIN_LINE_EVERY_S = 5.0  # without a terminal a long operation says this often that it is alive
-#: What steers a terminal, turns the direction of writing or is no character: names from files may
-#: hold it.
+PLAIN_LINE_EVERY_S = 5.0  # period of progress lines without a terminal
+#: Terminal control characters, changes of writing direction and non-characters, which names from
+#: files may contain.
 _STEERS = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 )
 _LINES = re.compile(r"[\t\n]")
 NUMERIC = frozenset("0123456789+-–.,%×/ ")
-#: What ASCII has nearest to the letters of our tables, one for one so that columns stay columns.
+#: Nearest ASCII characters to those of our tables, one for one so that columns stay aligned.
 _ASCII = dict(zip("×→–−·÷µ…’≤≥√∞", "x>--*/u.'<>V8", strict=True))
-MOST_WORD = 24  # letters of a word up to which a column is not narrowed
+MOST_WORD = 24  # columns are not narrowed below their longest word, up to this length
 
 
 class OutputError(OSError):
-    """stdout takes no more: a full disk, or a reader that has gone."""
+    """Failure to write stdout: a full disk, or a reader that has closed the pipe."""
 
 
 class Console:
-    """Where a command's words go, by the flags the user gave."""
+    """Output of a command, by the flags the user gave."""
 
     def __init__(self, *, json_mode: bool = False, quiet: bool = False) -> None:
         self.json_mode = json_mode
         self.quiet = quiet
 
     def say(self, text: str = "") -> None:
-        """Text of the result, for people."""
+        """Print text of the result, for people."""
         if not (self.json_mode or self.quiet):
             _write(plain(text))
 
     def answer(self, headers: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-        """The table that was asked for, for people and other programs, whatever the flags but
-        `--json`."""
+        """Print the requested table, for people and other programs, unless `--json` is given."""
         if not self.json_mode:
             _write(format_table(headers, rows, terminal_width()))
 
     def table(self, title: str, headers: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-        """A table of the result, for people; nothing where there are no rows."""
+        """Print a table of the result, for people; nothing where there are no rows."""
         if rows:
             self.say(f"\n{title}\n{format_table(headers, rows, terminal_width())}")
 
     def result(self, document: BaseModel | dict[str, Any], path: Path | str = "") -> None:
-        """The result for programs: the JSON document with `--json`, the bare `path` with
-        `--quiet`."""
+        """Print the result for programs: JSON with `--json`, the bare `path` with `--quiet`."""
         if self.json_mode:
             _write(_encodable(document))
         elif self.quiet and str(path):
             _write(path)
 
     def line(self, document: dict[str, Any]) -> None:
-        """One of many results for programs, as a line of JSON, at once."""
+        """Print one of many results for programs immediately, as a line of JSON."""
         if self.json_mode:
             _write(json.dumps(document))
             sys.stdout.flush()
 
     def note(self, text: str) -> None:
-        """One line of chatter."""
+        """Print one line of chatter."""
         if not self.quiet:
             print(plain(text), file=sys.stderr, flush=True)
 
     def hint(self, command: str) -> None:
-        """The command to run next."""
+        """Print the command to run next."""
         self.note(f"\nNext: {command}")
 
     def error(self, what: str, why: str = "", next_step: str = "", exit_code: int = 1) -> None:
-        """What happened, why, and what to do: on stderr, or with `--json` as the document on
-        stdout."""
+        """Print an error's event, reason and next step.
+
+        It goes to stderr, or with `--json` as the document to stdout.
+        """
         if self.json_mode:
             fields = {"what": what, "why": why, "next": next_step, "exit_code": exit_code}
             _write(_encodable({"error": fields}))
@@ -110,8 +110,11 @@ class Console:
 
     @contextmanager
     def progress(self) -> Iterator[Progress]:
-        """A `Progress` callback: a live bar on a terminal, now and then a plain line elsewhere, or
-        nothing."""
+        """Provide a `Progress` callback.
+
+        It draws a live bar on a terminal, prints occasional lines elsewhere, and is silent if
+        quiet.
+        """
         if self.quiet:
             yield lambda what, done, total: None
         elif sys.stderr.isatty():
@@ -152,7 +155,7 @@ def _live_bar() -> Iterator[Progress]:
 
 
 def _plain_lines(console: Console) -> Progress:
-    """Say when an operation starts, every few seconds while it lasts, and when it is done."""
+    """Print a line when an operation starts, every few seconds while it runs, and at its end."""
     said_s, last_line, pace = 0.0, "", _Pace()
 
     def report(what: str, done: float, total: int) -> None:
@@ -168,13 +171,13 @@ def _plain_lines(console: Console) -> Progress:
 
 
 class _Pace:
-    """How fast an operation goes, and how long it still takes."""
+    """Rate and remaining time of an operation."""
 
     def __init__(self) -> None:
         self._what, self._first, self._since_s = "", 0.0, 0.0
 
     def said(self, what: str, done: float, total: int) -> str:
-        """Rate and time left since the operation `what` began; nothing while nobody can say."""
+        """Return rate and remaining time of the operation `what`; empty while they are unknown."""
         if what != self._what:
             self._what, self._first, self._since_s = what, done, time.monotonic()
         took_s = time.monotonic() - self._since_s
@@ -190,8 +193,10 @@ class _Pace:
 
 
 def nearest_letters(error: UnicodeError) -> tuple[str, int]:
-    """An error handler of codecs: letters that the stream lacks as the nearest that it has, or
-    "?"."""
+    """Replace characters that the stream's encoding lacks by the nearest ASCII ones, or "?".
+
+    This is an error handler of codecs.
+    """
     assert isinstance(error, UnicodeEncodeError)
     return "".join(
         _ASCII.get(letter, "?") for letter in error.object[error.start : error.end]
@@ -199,14 +204,15 @@ def nearest_letters(error: UnicodeError) -> tuple[str, int]:
 
 
 def plain(text: str) -> str:
-    """The text without what would steer a terminal: escape sequences of a stranger's names show as
-    "?"."""
+    """Replace terminal control characters in a text by "?", for names from untrusted files."""
     return _STEERS.sub("?", text)
 
 
 def to_json(document: BaseModel | dict[str, Any], ascii_only: bool = False) -> str:
-    """One JSON document; pydantic models may stand anywhere in it. What would steer a terminal is
-    escaped."""
+    """Return one JSON document; pydantic models may occur anywhere in it.
+
+    Terminal control characters are escaped.
+    """
     values = document if isinstance(document, dict) else document.model_dump(mode="json")
     try:
         text = json.dumps(
@@ -221,7 +227,7 @@ def to_json(document: BaseModel | dict[str, Any], ascii_only: bool = False) -> s
 
 
 def _encodable(document: BaseModel | dict[str, Any]) -> str:
-    """The document in letters that stdout can take."""
+    """Return the document in characters that stdout can encode."""
     text = to_json(document)
     try:
         text.encode(sys.stdout.encoding or "utf-8")
@@ -239,8 +245,10 @@ def _plain_value(value: Any) -> Any:
 
 
 def terminal_width() -> int | None:
-    """Columns that a table may take: COLUMNS, or those of the terminal; None where stdout is
-    none."""
+    """Return the columns that a table may take; None if stdout is not a terminal.
+
+    The COLUMNS variable takes precedence over the terminal.
+    """
     given = os.environ.get("COLUMNS", "")
     if given.isascii() and given.isdigit() and int(given) > 0:
         return int(given)
@@ -253,11 +261,10 @@ def terminal_width() -> int | None:
 def format_table(
     headers: Sequence[str], rows: Sequence[Sequence[object]], width: int | None = None
 ) -> str:
-    """Columns as wide as their longest cell, two spaces apart; columns of numbers stand to the
-    right.
+    """Format columns as wide as their longest cell, two spaces apart.
 
-    Within `width`, text and headers are wrapped, never numbers; columns that have no room follow
-    below, each part with the first column.
+    Columns of numbers are right-aligned. Within `width`, text and headers are wrapped, never
+    numbers; columns that do not fit follow below, each part with the first column.
     """
     cells = [
         ["" if value is None else _LINES.sub(" ", plain(str(value))) for value in row]
@@ -281,7 +288,7 @@ class _Column:
 
 
 def _parts(columns: list[_Column], width: int | None) -> list[list[_Column]]:
-    """The columns in parts that fit into the width, as far as they can be made to."""
+    """Partition the columns into parts that fit into the width, as far as possible."""
     parts = [columns[:1]]
     for column in columns[1:]:
         if (
@@ -295,7 +302,7 @@ def _parts(columns: list[_Column], width: int | None) -> list[list[_Column]]:
 
 
 def _lines(columns: list[_Column], width: int | None) -> str:
-    """One part of a table."""
+    """Format one part of a table."""
     widths = [column.width for column in columns]
     while width is not None and sum(widths) + 2 * (len(widths) - 1) > width:
         slack, index = max(

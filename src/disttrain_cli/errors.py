@@ -1,7 +1,6 @@
-"""The one tree of errors meant for the user; each class carries the exit code of the process.
+"""Errors meant for the user; each class carries the exit code of the process.
 
-A message says what happened, why, and the next command. Anything else that is raised is a bug of
-ours.
+A message says what happened, why, and the next command. Any other exception is a bug in disttrain.
 """
 
 from __future__ import annotations
@@ -10,16 +9,16 @@ from disttrain_cli.calls import call, spelled
 
 
 class DisttrainError(Exception):
-    """Something the user can act on (exit code 1).
+    """An error that the user can act on (exit code 1).
 
     `what` is one sentence; `why` gives the evidence (values given, values allowed); `next_step` is
-    the exact command or edit that helps, `usual_step` where it is not given. Calls and arguments in
-    them are spelled for the reader; `parts` are the same before that, for another process.
+    the exact command or edit that helps, or `usual_step` if none is given. Calls and arguments in
+    them are spelled for the reader; `parts` are the texts before that, for another process.
     """
 
     exit_code = 1
     usual_step = ""
-    on_every_rank = False  # whether all ranks of a job raise it together, so that it is told once
+    on_every_rank = False  # True if all ranks of a job raise it together: it is reported once
 
     def __init__(self, what: str, why: str = "", next_step: str = "") -> None:
         super().__init__(what)
@@ -50,7 +49,7 @@ class MismatchError(DisttrainError):
 
 
 class DataError(DisttrainError):
-    """The dataset is missing, empty, changed or too damaged to go on (exit code 1)."""
+    """The dataset is missing, empty, changed or too damaged to continue (exit code 1)."""
 
 
 class InfeasibleError(DisttrainError):
@@ -60,17 +59,19 @@ class InfeasibleError(DisttrainError):
 
 
 class RankFailedError(DisttrainError):
-    """A worker or rank failed; `what` names it and `why` gives the path of its log (exit code
-    4)."""
+    """A worker or rank failed (exit code 4).
+
+    `what` names it and `why` gives the path of its log.
+    """
 
     exit_code = 4
 
 
 class RankLostError(RankFailedError):
-    """A rank died or hangs without having said why; starting again may help, and `train.restarts`
-    does.
+    """A rank died or hangs without reporting a reason.
 
-    `rank` is its number, where it is known.
+    A restart may help, and `train.restarts` allows automatic ones. `rank` is its number, where it
+    is known.
     """
 
     rank: int | None = None

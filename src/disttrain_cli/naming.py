@@ -1,5 +1,7 @@
-"""Suggested commands name what the user named: rooms suggest `disttrain plan`, people read it with
-their own path."""
+"""Suggested commands with the paths that the user gave.
+
+Other subpackages suggest `disttrain plan`; messages show it with the user's own path.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from typing import Any
 from disttrain_cli.calls import DEFAULT_RUN_FILE, Reader, read_by, set_words
 from disttrain_cli.spec.rundir import run_folder
 
-#: Commands that take a run file, and `analyze`, where they are suggested without a path.
+#: Commands that take a run file, and `analyze`, in texts that suggest them without a path.
 _BARE = re.compile(
     r"\bdisttrain (profile|plan|train|export|analyze|data serve|data latents)"
     r"(?=\Z|\n| (?:--(?!help\b|set\b)|&&|\|\|)|[;:,)'`]|\.(?:\s|\Z))"
@@ -22,13 +24,13 @@ _BARE = re.compile(
 
 
 def with_named(text: str, run_file: Path | None = None, traces: Sequence[Path] = ()) -> str:
-    """A text in which every suggested command has the paths that the user gave.
+    """Return a text in which every suggested command has the paths that the user gave.
 
     Args:
-        text: a command, or words around some.
+        text: a command, or a text that contains commands.
         run_file: the run file, or its folder, as the user named it.
-        traces: what the user had analysed: `analyze` is to look there again, the others take the
-            run file beside it.
+        traces: traces that the user had analysed: they are added to `analyze`, their run file to
+            other commands.
     """
     if run_file is None and traces:
         run_file = run_file_beside(traces[0])
@@ -45,7 +47,7 @@ def with_named(text: str, run_file: Path | None = None, traces: Sequence[Path] =
 
 
 def short_path(path: Path) -> str:
-    """A path relative to the working folder where it lies inside it."""
+    """Return a path relative to the working folder if it lies inside, else unchanged."""
     try:
         return str(path.resolve().relative_to(Path.cwd()))
     except ValueError:
@@ -53,8 +55,10 @@ def short_path(path: Path) -> str:
 
 
 def run_file_beside(traces: Path) -> Path | None:
-    """The run file of a run's folder (`runs/NAME` beside it) or of the traces inside, as one types
-    it here, if any."""
+    """Return the run file of a run's folder, or of traces inside it, as typed from here, if any.
+
+    It lies next to `runs/NAME`.
+    """
     folder = run_folder(traces)
     if folder is None:
         return None
@@ -65,7 +69,7 @@ def run_file_beside(traces: Path) -> Path | None:
 
 
 def naming(run: Callable[..., Any]) -> Callable[..., Any]:
-    """A command whose messages are read in a shell, by who gave it these paths."""
+    """Wrap a command so that its messages are spelled for a shell, with the paths it was given."""
 
     @functools.wraps(run)
     def named(**given: Any) -> Any:

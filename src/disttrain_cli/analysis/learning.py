@@ -2,12 +2,12 @@
 
 A loss of one batch is noisy, so medians of some first and last steps are compared, and the trend of
 the last half of the steps. Their errors follow from the differences of successive steps and blocks
-of steps, which a trend hardly touches; blocks, because the noise of neighbouring steps may be
+of steps, which a trend hardly affects; blocks, because the noise of neighbouring steps may be
 correlated. Held-out losses are of the same sequences and noise every time; how much they swing is
 seen in the rises from which they have recovered.
 
-Nothing is called bad before the warm-up is over for `SETTLED` steps. Of a run that goes on from
-steps that are not recorded, a loss that stays as it is may have been learned before.
+No verdict is bad before `SETTLED` steps after the warm-up, except diverging. If a run continues
+from steps that are not recorded, a flat loss may have been learned before.
 """
 
 from __future__ import annotations
@@ -33,25 +33,27 @@ ORDER: tuple[Verdict, ...] = (
     "too early to say",
     "learning",
 )
-#: Steps at the highest learning rate before a loss is called anything but diverging.
+#: Steps since the highest learning rate was reached before any verdict but diverging.
 SETTLED = 30
-LEAST = 20  # steps that are judged at all, but for losses that are not finite
-#: The same where a loss has fallen, though not below the one to beat: it may wait there.
+LEAST = 20  # steps before any verdict, except on losses that are not finite
+#: As SETTLED, for a loss that has fallen, but not below the one to beat: it may be on a plateau.
 PLATEAU = 100
-FIRST, LAST = 25, 200  # steps at most whose median begins and ends a course
-#: Steps over which noise may be correlated, and where it is: means of as many vary so many times
-#: more than independent steps would have them.
+FIRST, LAST = 25, 200  # most steps in the medians at the start and end of a course
+#: BLOCK: steps over which noise may be correlated. CORRELATED: it counts as correlated if means of
+#: BLOCK steps vary this many times more than those of independent steps.
 BLOCK, CORRELATED = 8, 2
 SIGMAS = 3.0
-#: Shares of a loss: what counts as movement, and what of one that stands still may be hidden.
+#: Shares of a loss: MOVED is the least change that counts; a loss is flat if its change, with the
+#: error added, is below HIDDEN.
 MOVED, HIDDEN = 0.01, 0.02
 #: A loss within this share of the one to beat has not beaten it.
 BEATEN = 0.03
-#: By which share a held-out loss is above its best, at two evaluations, where a model overfits; and
-#: which share of the held-out loss a training loss has that is learned by heart.
+#: Overfitting: WORSE is the least rise of the held-out loss above its best, as a share, at two
+#: evaluations; BY_HEART is the share of the held-out loss below which a training loss is memorised.
 WORSE, BY_HEART = 0.03, 0.5
-SWINGS = 2  # such a rise is more than so many times what the loss has swung
-#: By which share of the best a loss is above it, or of what was learned, where a run diverges.
+SWINGS = 2  # least such rise, in multiples of the held-out loss's largest swing
+#: Diverging: least rise above the best loss, as a share of the best (RISEN) and of what was learned
+#: (LOST).
 RISEN, LOST = 0.25, 0.5
 
 
@@ -69,12 +71,12 @@ def learning(
     batch: int,
     answers: tuple[int, int] | None = None,
 ) -> Learning:
-    """Judge a run by the steps of its last phase.
+    """Judge a run by the steps of its last data phase.
 
     Args:
-        rows: of `job.files.recorded_steps`.
+        rows: rows of `job.files.recorded_steps`.
         batch: sequences of a global batch.
-        answers: of held-out conversations, how many were right, of how many.
+        answers: of held-out conversations: number of right answers, and of all.
     """
     begin = profile.data.phase_at(rows[-1]["step"]).step if rows else 0
     rows = [row for row in rows if row["step"] >= begin]
@@ -99,8 +101,10 @@ def learning(
 
 
 def _worst(verdicts: Iterable[Verdict]) -> Verdict:
-    """The verdict on all losses: what cannot be summary of one yet does not hide what another one
-    learns."""
+    """Return the verdict on all losses, the worst first.
+
+    A loss on which it is too early to say does not hide that another one learns.
+    """
     there = set(verdicts)
     if "learning" in there:
         there.discard("too early to say")
@@ -108,18 +112,21 @@ def _worst(verdicts: Iterable[Verdict]) -> Verdict:
 
 
 def _rate(row: Mapping[str, Any]) -> float:
-    """The highest learning rate of a step."""
+    """Return the highest learning rate of a step."""
     return max([rate for _, rate in _pairs(row["learning_rates"])] or [row["learning_rate"] or 0.0])
 
 
 def _pairs(value: Any) -> list[tuple[str, float]]:
-    """Entries of a map, as Arrow or as Python holds it."""
+    """Return the entries of a map, in Arrow's or Python's representation."""
     return list(value.items()) if isinstance(value, dict) else list(value or [])
 
 
 def _courses(rows: Sequence[Mapping[str, Any]], profile: Profile) -> dict[str, Course]:
-    """By name, the losses that training can change: not those behind modules that are all frozen,
-    nor those of no weight, or of steps without anything to compute them of, recorded as zero."""
+    """Return the courses of the losses that training can change, by name.
+
+    Left out are losses whose modules are all frozen, losses of zero weight, and steps without any
+    items for a loss, which are recorded as zero.
+    """
     rated = {name for row in rows for name, rate in _pairs(row["learning_rates"]) if rate}
     several = sorted({name for row in rows for name, _ in _pairs(row["generator_losses"])})
     names = [TEXT] if not rated or rated - set(profile.inputs.generators) else []
@@ -162,8 +169,8 @@ def _course(
 
     Args:
         settled: steps since the learning rate was first at its highest.
-        known: the first step is the first one that trained.
-        passes: over the data so far.
+        known: True if the first recorded step is the first trained step.
+        passes: passes over the data so far.
     """
     judged = LossCourse(
         name,
@@ -191,7 +198,7 @@ def _course(
     trend = _trend(values[-min(2 * LAST, max(5, count // 2)) :], noise)
     judged = replace(judged, first=first, last=last, error=error)
     summary = f"{figure(first, 4)} → {figure(last, 4)} over {_steps(count)}"
-    # a bar of 0: nothing to learn but what is always the same
+    # a loss to beat of 0 cannot be beaten: frequencies of labels alone predict them
     beat = bar is None or not bar.value or last < (1 - BEATEN) * bar.value
     if bar is not None:
         summary += f", loss to beat {figure(bar.value, 4)} ({bar.basis})"
@@ -216,7 +223,7 @@ def _course(
         return replace(judged, verdict="overfitting", why=f"{summary}, which falls no more")
     fell = first - last > max(SIGMAS * error, MOVED * first)
     fell |= len(held) > 1 and held[-1] < (1 - MOVED) * held[0]
-    # within fewer steps than the first median is of
+    # a fall within fewer steps than the first median spans
     fell |= values[:2].min() - last > max(2 * SIGMAS * noise, MOVED * first)
     falls = trend < -2
     if not beat:
@@ -230,7 +237,7 @@ def _course(
     stands = first - last + 2 * error < HIDDEN * first or (
         len(held) > 2 and max(held) - min(held) < 0.2 * MOVED * held[0]
     )
-    # a generator that was trained before learns from images of which its loss shows little
+    # text only: the loss of a generator that was trained before shows little of what it learns
     if stands and known and name == TEXT and not falls:
         return replace(judged, verdict="not learning")
     return replace(judged, why=f"{summary}; a change of {figure(2 * error, 2)} is within the noise")
@@ -241,18 +248,18 @@ def _steps(count: int) -> str:
 
 
 def _noise(values: Floats) -> float:
-    """Standard deviation of a loss from step to step; few spikes and a trend do not change it."""
+    """Return the standard deviation of a loss between steps, robust to few spikes and a trend."""
     steps = np.diff(values)
     return 1.4826 * float(np.median(np.abs(steps - np.median(steps)))) / math.sqrt(2)
 
 
 def _means(values: Floats) -> Floats:
-    """Means of successive blocks of steps, the last of which ends with the last step."""
+    """Return means of successive blocks of steps, the last of which ends with the last step."""
     return values[len(values) % BLOCK :].reshape(-1, BLOCK).mean(axis=1)
 
 
 def _swing(held: Floats, best: int) -> float:
-    """The largest rise from which a held-out loss came back to its best, or fall since then."""
+    """Return the largest rise from which a held-out loss recovered, or fall since its best."""
     before, since = held[: best + 1], held[best:]
     return float(
         max(
@@ -263,8 +270,10 @@ def _swing(held: Floats, best: int) -> float:
 
 
 def _trend(values: Floats, noise: float) -> float:
-    """Slope of a straight line through the values, over its standard error; spikes are cut to four
-    sigmas."""
+    """Return the slope of a line through the values over its standard error.
+
+    Spikes are clipped to four sigmas.
+    """
     middle = float(np.median(values))
     cut = np.clip(values, middle - 4 * noise, middle + 4 * noise) if noise else values
     at = np.arange(len(cut)) - (len(cut) - 1) / 2
@@ -275,8 +284,10 @@ def _trend(values: Floats, noise: float) -> float:
 
 
 def _diverges(values: Floats, width: int, error: float, trend: float) -> bool:
-    """True where the last two blocks of steps have lost half of what was learned, or lie clearly
-    above where the loss began, and do not fall."""
+    """Return True if the last two blocks of steps lie clearly above the best block, without a fall.
+
+    Clearly means by more than four errors, `RISEN` of the best and `LOST` of what was learned.
+    """
     starts = range(len(values) % width, len(values), width)
     blocks = [float(np.median(values[at : at + width])) for at in starts]
     if len(blocks) < 3 or trend < -2:
@@ -287,7 +298,7 @@ def _diverges(values: Floats, width: int, error: float, trend: float) -> bool:
 
 
 def _advice(verdict: Verdict, rate: float, passes: float) -> str:
-    """Fields and data to look at."""
+    """Return the fields and data to look at."""
     if verdict == "not learning":
         return (
             f"Look at optimizer.lr ({rate:.3g} at most), model.trained, and what the answers are"

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 Answer = TypeVar("Answer")
 
-#: Most rows of the answer to a user's query: more would fill the memory, and nobody reads them.
+#: Most rows of the answer to a user's query: more would fill the memory, and would not be read.
 MOST_ANSWERED = 1_000_000
 
 
@@ -122,7 +122,7 @@ def answer(
 
 
 def rows(connection: DuckDBPyConnection, statement: Statement) -> Table:
-    """An answer as rows; UsageError where there are more than `MOST_ANSWERED`."""
+    """Return an answer as rows; UsageError where there are more than `MOST_ANSWERED`."""
     cursor = connection.execute(statement)
     table = Table(
         [column[0] for column in cursor.description or []], cursor.fetchmany(MOST_ANSWERED + 1)
@@ -146,7 +146,10 @@ def _interruptible(
     statement: Statement,
     fetch: Callable[[DuckDBPyConnection, Statement], Answer],
 ) -> Answer:
-    """What a statement answers; Ctrl-C ends it, which DuckDB alone does not heed in every query."""
+    """Run a statement and return its answer; Ctrl-C interrupts it.
+
+    DuckDB alone does not react to Ctrl-C in every query.
+    """
 
     answered: Future[Answer] = Future()
 

@@ -1,9 +1,9 @@
-"""The commands as functions, for notebooks and scripts: `docs/api.md` lists them.
+"""The commands as functions, for notebooks and scripts; `docs/api.md` lists them.
 
-The commands are made of them, so both read the same run file, leave the same files in `runs/NAME/`
-and raise the same errors (`errors.DisttrainError`), whose hints are spelled as calls here and as
-command lines there. Nothing is printed: `progress` is called while something lasts, `note` with a
-sentence that a user should know.
+The commands call these functions, so both read the same run file, write the same files in
+`runs/NAME/` and raise the same errors (`errors.DisttrainError`), whose hints are spelled as Python
+calls here and as command lines there. Nothing is printed: `progress` is called during long
+operations, `note` with a sentence that a user should know.
 """
 
 from disttrain_cli.api.analysing import (

@@ -1,4 +1,4 @@
-"""What traces say: `analyze`, `sql`, `watch`, and the same for other tools and conditions."""
+"""Analysis of traces: `analyze`, `sql`, `watch`, Perfetto export, hangs and conditions."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AnalyzeResult:
-    """What the traces say, the report page, and the changes against an earlier run."""
+    """The analysis of the traces, the report page, and the changes against an earlier run."""
 
     analysis: Analysis
     report: Path | None  # None where the traces are not in a run's folder and no file was named
     changes: list[Change]
-    times: Times | None  # what steps took in both; None where no other run was named
+    times: Times | None  # step times of both runs; None where no other run was named
 
 
 def analyze(
@@ -45,8 +45,8 @@ def analyze(
     Args:
         paths: run folders, trace folders, or traces of any PyTorch job (Kineto); if none is given,
             the run of ./disttrain.yaml.
-        html: file of the report page instead of the one in the run's folder.
-        compare: an earlier run to set beside this one.
+        html: file for the report page, instead of the one in the run's folder.
+        compare: an earlier run to compare this one with.
 
     Raises:
         DataError: nothing in a path can be read, or the paths are of different formats.
@@ -61,7 +61,7 @@ def analyze(
     from disttrain_cli.analysis.sampled import samples_of
     from disttrain_cli.spec.rundir import RunDir, run_folder
 
-    # before traces are held open: DuckDB opens a file once in a process
+    # before the traces are opened: DuckDB opens a file only once per process
     samples = [samples_of(of, progress) for of in ([earlier], folders)] if earlier else []
     analysis, pictures = analysing.analyze_open(folders, progress)
     analysis = _with_named(analysis, named)
@@ -82,7 +82,7 @@ def analyze(
 
 
 def _named(paths: Sequence[Path | str]) -> tuple[list[Path], list[Path]]:
-    """The paths, and the folders to read: the run of ./disttrain.yaml where none is given."""
+    """Return the paths, and the folders to read: the run of ./disttrain.yaml if none is given."""
     named = [Path(path) for path in paths]
     if not named:
         return [], [open_run().dir.root]
@@ -91,13 +91,13 @@ def _named(paths: Sequence[Path | str]) -> tuple[list[Path], list[Path]]:
 
 
 def sql(query: str, *paths: Path | str, progress: Progress = silent) -> pyarrow.Table:
-    """Answer one SELECT over the documented views of traces (docs/traces.md), read-only.
+    """Run one SELECT over the documented views of traces (docs/traces.md), read-only.
 
     Args:
-        paths: as `analyze`.
+        paths: as for `analyze`.
 
     Raises:
-        DataError: as `analyze`.
+        DataError: as for `analyze`.
         UsageError: the query is not one SELECT statement, or DuckDB refuses it.
     """
     _, folders = _named(paths)
@@ -110,14 +110,14 @@ def sql(query: str, *paths: Path | str, progress: Progress = silent) -> pyarrow.
 def write_perfetto(
     *paths: Path | str, file: Path | str, progress: Progress = silent
 ) -> ChromeTrace:
-    """Write a run's traces as Chrome JSON for ui.perfetto.dev, compressed where the name ends in
-    .gz.
+    """Write a run's traces as Chrome JSON for ui.perfetto.dev.
 
     Args:
         paths: run folders; if none is given, the run of ./disttrain.yaml.
+        file: file to write; it is compressed where its name ends in .gz.
 
     Raises:
-        DataError: as `analyze`.
+        DataError: as for `analyze`.
         UsageError: the paths hold other traces, or `file` is one of them.
     """
     _, folders = _named(paths)
@@ -137,14 +137,15 @@ def write_perfetto(
 
 
 def explain_hang(*paths: Path | str) -> Dumped:
-    """Say in which collective a job hangs and who is missing there, from the dumps of PyTorch's
-    flight recorder.
+    """Find the collective in which a job hangs and the ranks that are missing there.
+
+    The sources are the dumps of PyTorch's flight recorder.
 
     Args:
         paths: the dumps or their folder, `logs/flight-recorder` of a run.
 
     Raises:
-        DataError: they hold no dumps.
+        DataError: they contain no dumps.
     """
     from msgspec.structs import replace as replaced
 
@@ -164,11 +165,12 @@ def explain_hang(*paths: Path | str) -> Dumped:
 
 
 def holds(analysis: Analysis, condition: str) -> tuple[bool, str]:
-    """Evaluate a condition on the figures of an analysis, such as "job.bubble_fraction > 30 %";
-    returns its value and a sentence.
+    """Evaluate a condition on an analysis, such as "job.bubble_fraction > 30 %".
+
+    Returns its value and a sentence that explains it.
 
     Raises:
-        UsageError: it is no condition, or names no figure that was measured.
+        UsageError: it is not a condition, or it names a figure that was not measured.
     """
     from disttrain_cli.analysis.expressions import holds as evaluate
 
@@ -180,10 +182,10 @@ def look(run: Path | str | None = None, *, steps: int | None = None) -> Look:
 
     Args:
         run: its folder, or that of a rehearsal; if none is given, the run of ./disttrain.yaml.
-        steps: how many steps are judged.
+        steps: number of steps to judge.
 
     Raises:
-        DataError: there is no such folder, or nothing in its traces can be judged.
+        DataError: there is no such folder, or its traces contain nothing that can be judged.
         SpecError: its traces are of another version.
     """
     from disttrain_cli.analysis.watching.looking import STEPS, look_once
@@ -196,12 +198,12 @@ def look(run: Path | str | None = None, *, steps: int | None = None) -> Look:
 def watch(
     run: Path | str | None = None, *, steps: int | None = None, every_s: float | None = None
 ) -> Iterator[Look]:
-    """Judge the last steps of a run while it runs, until it is over.
+    """Judge the last steps of a run repeatedly, until the run is over.
 
     Args:
-        run, steps: as `look`.
-        every_s: seconds between two looks at least; None: as many as keep them at 0.5 % of this
-            host's cores.
+        run, steps: as for `look`.
+        every_s: minimum seconds between two looks; None: as often as looks use at most 0.5 % of
+            this host's cores.
 
     Raises:
         DataError: there is no such folder.
@@ -216,7 +218,7 @@ def watch(
 
 
 def _watched(run: Path | str | None) -> tuple[list[Path], Path]:
-    """The folder as it is named, if it is, and the run's folder; DataError where there is none."""
+    """Return the folder as named, if it is, and the run's folder; DataError where there is none."""
     from disttrain_cli.spec.rundir import run_folder
 
     named, (folder,) = _named([] if run is None else [run])
@@ -235,7 +237,7 @@ def _renamed(look: Look, paths: list[Path]) -> Look:
 
 
 def samples_in(root: RunDir) -> list[Path]:
-    """What tells of the samples after the newest step, with the images drawn and read."""
+    """Return the files of the samples after the newest step: their list and their images."""
     from disttrain_cli.spec.samples import FILE, read_samples
 
     folder = max(
@@ -248,7 +250,7 @@ def samples_in(root: RunDir) -> list[Path]:
 
 
 def _with_named(analysis: Analysis, paths: Sequence[Path]) -> Analysis:
-    """The analysis with next commands that ask the traces which the user named."""
+    """Return the analysis with next commands that read the traces named by the user."""
     from msgspec.structs import replace
 
     def named(command: str) -> str:

@@ -1,4 +1,4 @@
-"""The data of a run: index, check, latents, order, and workers that serve them."""
+"""The data of a run: index, check, latents, order, and preprocessing workers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Indexed:
-    """The number of samples that can be used, and what was left out."""
+    """The number of usable samples, and the skipped ones."""
 
     samples: int
     skipped: int
@@ -32,7 +32,7 @@ class Indexed:
 
 @dataclass(frozen=True)
 class IndexedShare:
-    """One host's part of the index."""
+    """One host's share of the index."""
 
     share: str
     shards: int
@@ -41,21 +41,21 @@ class IndexedShare:
 
 @dataclass(frozen=True)
 class Checked:
-    """The samples that can be used, and those that cannot."""
+    """The usable samples, and the skipped ones."""
 
     samples: int
     decoded: int  # by this check
-    found: int  # broken, by this check
-    unread_keys: list[dict[str, int]]  # by source
+    found: int  # broken samples found by this check
+    unread_keys: list[dict[str, int]]  # by source: samples by key that no reader reads
     path: Path
-    lost: int  # samples in all
+    lost: int  # number of skipped samples
     skipped: list[Skipped]
     unread_files: list[str]
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """The latents of every generator, and the index of the images that they are of."""
+    """The latents of every generator, and the index of the images that they encode."""
 
     index: Index
     latents: list[Made]
@@ -73,14 +73,14 @@ class EpochOrder:
 
 @dataclass(frozen=True)
 class Ordered:
-    """The epochs whose orders are there, and where."""
+    """The epochs whose orders are stored, and their folder."""
 
     path: Path
     epochs: list[EpochOrder]
 
 
 def _with_data(run: Run | Path | str) -> tuple[Run, ModelInputs]:
-    """A run that has data, and what its model asks of them."""
+    """Return a run after checking its data sources, and the inputs of its model."""
     opened = open_run(run)
     from disttrain_cli.data.index.index_checks import check_sources
     from disttrain_cli.models.graph import describe
@@ -90,7 +90,7 @@ def _with_data(run: Run | Path | str) -> tuple[Run, ModelInputs]:
 
 
 def data_index(run: Run | Path | str = DEFAULT_RUN_FILE, *, progress: Progress = silent) -> Indexed:
-    """Read the sizes of all samples: the sample index.
+    """Build the sample index: read the sizes of all samples.
 
     Raises:
         As `data.indexing.building.open_index`.
@@ -110,11 +110,11 @@ def data_index_share(
     hosts: int,
     progress: Progress = silent,
 ) -> IndexedShare:
-    """Read one host's share of the shards; `data_index` or `profile` then joins them.
+    """Read one host's share of the shards; `data_index` or `profile` then merges all shares.
 
     Args:
-        number: which host this is, from 0.
-        hosts: how many there are.
+        number: number of this host, from 0.
+        hosts: number of hosts.
 
     Raises:
         UsageError: there is no such share; others as `data.indexing.index_writing.read_share_of`.
@@ -134,11 +134,16 @@ def data_index_share(
 
 
 def data_check(run: Run | Path | str = DEFAULT_RUN_FILE, *, progress: Progress = silent) -> Checked:
-    """Decode every image and clip once, and leave out the samples that cannot be used.
+    """Decode every image and clip once, and exclude the samples that cannot be used.
 
     Raises:
+<<<<<<< HEAD
         BadSamplesError: more is broken than `data.max_bad_fraction` allows; it has them all.
         Others as `data.indexing.building.open_index`.
+=======
+        BadSamplesError: more is broken than `data.max_bad_fraction` allows; it lists all of them.
+        Others as `data.index.open_index`.
+>>>>>>> p-commands
     """
     opened, inputs = _with_data(run)
     from disttrain_cli.data.checking import find_broken, unchecked
@@ -166,7 +171,7 @@ def data_check(run: Run | Path | str = DEFAULT_RUN_FILE, *, progress: Progress =
 def data_latents(
     run: Run | Path | str = DEFAULT_RUN_FILE, *, progress: Progress = silent, note: Note = ignore
 ) -> Encoded:
-    """Encode the images to generate once, so that no VAE runs in training.
+    """Encode the images to generate once, so that training runs no VAE.
 
     Raises:
         As `runtime.latents.make_latents`.
@@ -184,7 +189,10 @@ def data_latents(
 def data_order(
     run: Run | Path | str = DEFAULT_RUN_FILE, *, epochs: int = 1, progress: Progress = silent
 ) -> Ordered:
-    """Make the orders of the next epochs ahead of training.
+    """Compute the sample orders of the next epochs ahead of training.
+
+    Args:
+        epochs: number of epochs.
 
     Raises:
         As `data.indexing.building.open_index`.
@@ -226,8 +234,8 @@ def data_serve(
 
     Args:
         plan: file of the plan that is trained, instead of the run's own.
-        host: address to listen on; beyond loopback it needs TLS and `preprocess.token_file`.
-        port: of the first worker, the next ones follow; 0: any free ones.
+        host: address to listen on; addresses beyond loopback need TLS and `preprocess.token_file`.
+        port: port of the first worker, with the next ports for the others; 0: any free ports.
         processes: worker processes, each with `preprocess.workers` decoding threads.
         tls_cert, tls_key: certificate and private key (PEM) of this host.
         ready: called with addresses and process ids when all workers serve.

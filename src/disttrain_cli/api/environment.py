@@ -1,4 +1,4 @@
-"""This machine and environment: what they have, and what is missing."""
+"""State of this machine and Python environment, and missing requirements."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Finding(NamedTuple):
 
 @dataclass(frozen=True)
 class Environment:
-    """Versions, devices, compilers and limits, and what extras would give."""
+    """Versions, devices, compilers and limits, and what the extras add."""
 
     version: str
     findings: list[Finding]
@@ -61,7 +61,7 @@ class Environment:
 
 
 def examine() -> Environment:
-    """Ask torch, the installed packages and the system."""
+    """Query torch, the installed packages and the system."""
     torch = _torch()
     findings = [*_packages(), *_devices(torch), *_machine()]
     extras = {
@@ -76,7 +76,7 @@ def examine() -> Environment:
 
 
 def _torch() -> dict[str, Any]:
-    """Answer of torch to `ASK_TORCH`, in a process of its own, or {"error": …}."""
+    """Return the output of `ASK_TORCH` in a separate process, or {"error": …}."""
     try:
         answer = subprocess.run(
             [sys.executable, "-c", ASK_TORCH], capture_output=True, text=True, timeout=TORCH_S
@@ -85,14 +85,14 @@ def _torch() -> dict[str, Any]:
         return {"error": f"no answer within {TORCH_S:.0f} s"}
     if answer.returncode:
         return {"error": (answer.stderr.strip().splitlines() or ["it ended"])[-1]}
-    try:  # what else is imported may print, too
+    try:  # other imported packages may print, too
         return dict(json.loads(answer.stdout.splitlines()[-1]))
     except (LookupError, ValueError):
         return {"error": f"no answer but {answer.stdout[-200:]!r}"}
 
 
 def _packages() -> Iterator[Finding]:
-    """Python, and every package that `pyproject.toml` requires."""
+    """Yield findings on Python, and on every package that `pyproject.toml` requires."""
     from importlib.metadata import PackageNotFoundError, requires, version  # 20 ms
 
     from packaging.requirements import Requirement
@@ -171,9 +171,9 @@ def _machine() -> Iterator[Finding]:
 
 
 def cuda_devices() -> int:
-    """GPUs that the driver shows, asked without loading torch; 0 where there is no driver.
+    """Return the number of GPUs that the driver shows, without loading torch; 0 without a driver.
 
-    As CUDA reads it, CUDA_VISIBLE_DEVICES ends at the first name that is of no device.
+    As in CUDA, CUDA_VISIBLE_DEVICES ends at the first entry that names no device.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     try:

@@ -1,4 +1,4 @@
-"""Costs: `profile`, and `calibrate`, which corrects them by a recorded run."""
+"""Costs: `profile`, and `calibrate`, which corrects a profile by a recorded run."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ProfileResult:
-    """What everything costs, and where that was written."""
+    """The measured or computed costs, and the file that holds them."""
 
     profile: Profile
     path: Path
-    passes: str = ""  # over the data in training, in words; empty where that is not one number
+    passes: str = ""  # passes over the data in training, a sentence; empty if not one number
 
 
 @dataclass(frozen=True)
 class CalibrateResult:
-    """A profile corrected by traces, where it was written, and what changed."""
+    """A profile corrected by traces, its file, and the changes."""
 
     profile: Profile
     path: Path
-    before: Path | None  # where the profile that was there went
+    before: Path | None  # new path of the previous profile, if there was one
     changes: list[Change]
     notes: list[str]
 
 
 def check_device_name(device: str) -> None:
-    """UsageError where no device is called so."""
+    """Raise UsageError if no device has this name."""
     from disttrain_cli.spec.runfile.cluster import DEVICE
 
     if not DEVICE.allows(device):
@@ -58,15 +58,18 @@ def profile(
     progress: Progress = silent,
     note: Note = ignore,
 ) -> ProfileResult:
-    """Find out what every module, link and sample costs, and write it to `profile.json`.
+    """Measure the cost of every module, link and sample, and write `profile.json`.
+
+    For a device of the hardware catalogue, all costs but preprocessing are computed instead.
 
     Args:
         device: "auto", "cpu", "cuda", or "analytic:NAME" for a device of the hardware catalogue.
-        reindex: read all shards again, also where some changed since they were indexed.
+        reindex: read all shards again, even if some changed since they were indexed.
         out: file to write instead of the one in the run's folder.
 
     Raises:
-        UsageError: no such device, or `out` is what is read. Others as `profiling.measure`.
+        UsageError: no such device, or `out` is one of the files that are read. Others as
+            `profiling.measure`.
     """
     check_device_name(device)
     opened = open_run(run)
@@ -85,7 +88,7 @@ def profile(
     stated = opened.file.cluster.device
     if device != "auto" and stated not in ("auto", device):
         note(f"cluster.device is {stated}; this profile, and plans from it, are of {device}.")
-    layer_table(opened)  # what is wrong with the model is named before the data is read
+    layer_table(opened)  # errors in the model are raised before the data is read
     adapters = check_adapters(opened, opened.file.model.order)
     for sentence in starting_weights(opened) + adapters + doubtful_template(opened):
         note(sentence)
@@ -97,7 +100,7 @@ def profile(
 
 
 def _reindex(run: Run, progress: Progress) -> None:
-    """Index the data anew; the old index stays until the new one is whole."""
+    """Rebuild the index; the old one stays until the new one is complete."""
     from disttrain_cli.data.indexing.building import build_index
     from disttrain_cli.data.indexing.shard_files import drop_files
     from disttrain_cli.models.graph import describe
@@ -120,7 +123,7 @@ def calibrate(
 
     Raises:
         DataError, MismatchError: as `profiling.calibrate.calibrate`.
-        UsageError: `out` is what is read.
+        UsageError: `out` is one of the files that are read.
     """
     opened, target = open_run(run), path_of(out)
     not_over(target, opened.path, opened.dir.index)
@@ -135,8 +138,10 @@ def calibrate(
 
 
 def passes_of(run: Run, profile: Profile, steps: int | None = None) -> str:
-    """Number of passes of training over the data, as a sentence; empty where phases of the data
-    differ, or there are none."""
+    """Return the number of passes of training over the data, as a sentence.
+
+    It is empty where phases of the data differ, or the data is a named distribution.
+    """
     train, given, data = run.file.train, run.file.data, profile.data
     train.count_epochs(data.sequences)
     if given.distribution is not None or given.curriculum:

@@ -1,4 +1,4 @@
-"""Run files and paths as the functions take them."""
+"""Run files, paths and arguments in the forms that the functions accept."""
 
 from __future__ import annotations
 
@@ -18,25 +18,27 @@ Note = Callable[[str], None]
 
 
 def ignore(note: str) -> None:
-    """Take no note."""
+    """Discard the note."""
 
 
 def name_run(run: Path | str | None, traces: Sequence[Path] = ()) -> None:
-    """Have calls in messages take this run file, or this expression of one; in a shell, what the
-    command was given stays."""
+    """Set the run file, or an expression of one, that calls in messages name.
+
+    In a shell, messages keep the command's own arguments.
+    """
     if not now_read_by().shell:
         read_by(Reader(run=run, traces=traces))
 
 
 def open_run(run: Run | Path | str = DEFAULT_RUN_FILE, *settings: str) -> Run:
-    """A run that was read already, or the run file of this name; a folder stands for the
-    `disttrain.yaml` in it.
+    """Read a run file; a run that is already open is returned unless settings change it.
 
     Args:
+        run: the run file, a folder with a `disttrain.yaml`, or an open run.
         settings: changes of the run file, such as "train.steps=100"; the values are YAML.
 
     Raises:
-        SpecError: it is missing or wrong; the line is named.
+        SpecError: the file is missing or wrong; the line is named.
         UsageError: a setting is wrong.
     """
     name_run(Path(run) if isinstance(run, Path | str) else "run")
@@ -51,12 +53,12 @@ def open_run(run: Run | Path | str = DEFAULT_RUN_FILE, *settings: str) -> Run:
 
 
 def path_of(given: Path | str | None) -> Path | None:
-    """A path that may be given as a text, or not at all."""
+    """Return a text or path as a path; None stays None."""
     return None if given is None else Path(given)
 
 
 def not_over(out: Path | None, *inputs: Path) -> None:
-    """Raise UsageError where `out`, a file to write, is one of those that are read."""
+    """Raise UsageError if `out`, a file to write, is one of the files that are read."""
     for path in inputs:
         if out is not None and out.exists() and path.exists() and out.samefile(path):
             raise UsageError(
@@ -69,7 +71,7 @@ def not_over(out: Path | None, *inputs: Path) -> None:
 def check_number(
     name: str, value: object, least: int, most: float = math.inf, whole: bool = True
 ) -> None:
-    """UsageError where an argument is neither None nor a number in this range."""
+    """Raise UsageError if an argument is neither None nor a number in this range."""
     number = isinstance(value, Integral if whole else Real) and not isinstance(value, bool)
     if value is not None and not (number and least <= value <= most):  # type: ignore[operator]
         words = "whole numbers" if whole else "numbers"
@@ -78,13 +80,13 @@ def check_number(
 
 
 def check_list(name: str, value: object) -> None:
-    """UsageError where an argument is one text or number instead of several."""
+    """Raise UsageError if an argument is one text or number instead of several."""
     if isinstance(value, str | Path | int):
         raise UsageError(f"{argument(name)} is no list", f"given: {value!r}", f"Give [{value!r}].")
 
 
 def check_choice(name: str, value: object, literal: Any) -> None:
-    """UsageError where an argument is none of a `Literal`."""
+    """Raise UsageError if an argument is not a value of a `Literal`."""
     if value not in get_args(literal):
         raise UsageError(
             f"{argument(name)} cannot be {value!r}", f"allowed: {', '.join(get_args(literal))}"

@@ -1,4 +1,4 @@
-"""A checkpoint's weights and what they make: `export`, `sample`."""
+"""Use of a checkpoint's weights: `export`, `sample`."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def export(
     Args:
         to: new folder to write.
         checkpoint: step of the checkpoint, instead of the newest.
-        ema: moving averages instead of the last weights, where a module has them.
-        merge: whole weights with the adapters added, instead of the adapters.
+        ema: exponential moving averages instead of the last weights, where a module has them.
+        merge: write full weights with the adapters merged in, instead of the adapters.
 
     Raises:
         As `runtime.outputs.export.export`.
@@ -47,7 +47,7 @@ def export(
 
 @dataclass(frozen=True)
 class SampleResult:
-    """What was drawn and written, by which run's model, and the folder that holds it."""
+    """The generated samples, the folder that holds them, and the run whose model generated them."""
 
     samples: Samples
     path: Path
@@ -68,19 +68,19 @@ def sample(
     out: Path | str | None = None,
     progress: Progress = silent,
 ) -> SampleResult:
-    """Draw images and write text with a checkpoint.
+    """Generate images and text with a checkpoint.
 
     Args:
-        checkpoint: its folder, or a run file or run folder, whose newest is taken;
+        checkpoint: its folder, or a run file or run folder, whose newest checkpoint is used;
             ./disttrain.yaml if not given.
-        prompts: texts to go on from.
+        prompts: texts to continue.
         images: images or videos, each read before every prompt.
-        count: images drawn for each prompt; None: one where the model draws.
-        tokens: tokens of text written at most.
-        temperature: of the text; 0 takes the likeliest token.
-        seed: of noise and drawn tokens.
+        count: number of images to generate per prompt; None: one if the model generates images.
+        tokens: maximum number of text tokens to generate.
+        temperature: sampling temperature of the text; 0 takes the likeliest token.
+        seed: seed of noise and sampled tokens.
         run_file: run file of a checkpoint that lies elsewhere.
-        settings: changes of the run file, as `open_run`.
+        settings: changes of the run file, as for `open_run`.
         out: new folder to write, instead of one in the run's.
 
     Raises:

@@ -1,4 +1,4 @@
-"""A run file for one's own model and data: sizes and steps from what is there."""
+"""Run file for a user's own model and data, with sizes and steps derived from them."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ samples:
   answers: $answers  # held-out conversations whose last answer the model writes when training ends
 """)
 EPOCHS, BATCH = 3, 8
-UPDATES = 10  # in a pass over the data, where the batch can be smaller for it
-SHORTEST, LONGEST = 256, 32_768  # tokens of a sequence that is chosen
+UPDATES = 10  # optimizer steps per pass over the data, where a smaller batch allows as many
+SHORTEST, LONGEST = 256, 32_768  # limits of the chosen sequence length, in tokens
 RATE, RATE_WIDTH = 2e-5, 4096  # usual for fine-tuning at 7B; narrower models learn at larger rates
 
 
 @dataclass(frozen=True)
 class OwnRun:
-    """The run file and what was found."""
+    """The text of a run file, and counts of the data."""
 
     text: str
     samples: int
@@ -70,7 +70,7 @@ class OwnRun:
 
 
 def own_run(folder: Path, model: str, data: str, devices: int, progress: Progress) -> OwnRun:
-    """The text of a run file in `folder` that trains a model on data.
+    """Return the text of a run file in `folder` that trains a model on data.
 
     Args:
         model: folder of a published vision-language model or an LLM, or its name on Hugging Face.
@@ -100,7 +100,7 @@ def own_run(folder: Path, model: str, data: str, devices: int, progress: Progres
     url = "://" in data
     if not (url or Path(data).exists()):
         raise DataError(f"There is no data at {data}", next_step=f"Correct {argument('data')}.")
-    # a folder of its own: the run's holds nothing until its file is written
+    # a temporary folder, so that the run's folder stays empty until its file is written
     with tempfile.TemporaryDirectory() as scratch:
         given = model if named else str(path)
         values = {
@@ -136,7 +136,7 @@ def own_run(folder: Path, model: str, data: str, devices: int, progress: Progres
 
 
 def _model_fields(path: Path, config: object) -> Template:
-    """The section `model` of a whole published model, or of an LLM alone; SpecError of others."""
+    """Return the section `model` for a published family or a single LLM; SpecError for others."""
     from disttrain_cli.models.architectures import ARCHITECTURES
     from disttrain_cli.spec.families.table import FAMILIES
     from disttrain_cli.spec.suggestions import listed
@@ -158,8 +158,8 @@ def _model_fields(path: Path, config: object) -> Template:
 
 
 def _filled(fields: Template, folder: str) -> dict[str, str]:
-    """The parts of the text that name the model's folder."""
-    alone = "modules:" in fields.template  # whose tokenizer nothing else names
+    """Return the template values that name the model's folder."""
+    alone = "modules:" in fields.template  # a single LLM, whose tokenizer must be named
     return {
         "model": fields.substitute(folder=_quoted(folder)),
         "tokenizer": f"  tokenizer: {_quoted(folder)}\n" if alone else "",
@@ -169,7 +169,7 @@ def _filled(fields: Template, folder: str) -> dict[str, str]:
 def _index(
     scratch: Path, fields: Template, folder: str, values: dict[str, object], progress: Progress
 ) -> tuple[Run, Index]:
-    """The sizes of all samples, in sequences as long as the model allows."""
+    """Index all samples, with sequences as long as the model allows."""
     from disttrain_cli.data.indexing.building import build_index
     from disttrain_cli.models.architectures import read_configs
     from disttrain_cli.models.graph import describe
@@ -188,7 +188,7 @@ def _index(
 
 
 def _sizes(run: Run, index: Index, devices: int) -> dict[str, object]:
-    """Sequence length, batch and rate for these samples."""
+    """Choose sequence length, batch size and learning rate for these samples."""
     from disttrain_cli.models.architectures import read_configs
 
     lengths = index.lengths
@@ -214,19 +214,22 @@ def _sizes(run: Run, index: Index, devices: int) -> dict[str, object]:
 
 
 def _name(folder: Path) -> str:
-    """A run's name from that of its folder."""
+    """Return a run's name, from its folder's."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", folder.resolve().name).strip("-._")[:100] or "run"
 
 
 def _beside(path: Path, folder: Path) -> str:
-    """A path as a run file in `folder` names it: relative where both lie in the working folder."""
+    """Return a path as a run file in `folder` names it.
+
+    It is relative where both lie in the working folder.
+    """
     here = Path.cwd()
     inside = path.resolve().is_relative_to(here) and folder.resolve().is_relative_to(here)
     return os.path.relpath(path.resolve(), folder.resolve()) if inside else str(path.resolve())
 
 
 def _quoted(text: str) -> str:
-    """A text as a YAML scalar of one line, inside braces, too."""
+    """Return a text as a one-line YAML scalar that is valid inside braces, too."""
     if re.fullmatch(r"[A-Za-z0-9_./@-]+", text) and yaml.safe_load(f"[{text}]") == [text]:
         return text
     return yaml.safe_dump(text, default_style='"', allow_unicode=True, width=1 << 20).strip()

@@ -1,4 +1,4 @@
-"""Layouts: `plan`, what clusters would cost (`compare_clusters`), and plans read back."""
+"""Layouts: `plan`, costs of other clusters (`compare_clusters`), and plans read back."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Strategy = Literal["auto", "disaggregated", "megatron"]
 
 @dataclass(frozen=True)
 class PlanResult:
-    """The best plan, why it is the best, and where it was written."""
+    """The best plan, the reasons for it, and its file."""
 
     plan: Plan
     path: Path
@@ -48,11 +48,11 @@ class PlanResult:
     explanation: Explanation
     step: Step  # as simulated
     sensitivity: Sensitivity | None  # None where it was not asked for, or nothing else fits
-    previous: Path  # the plan that was there before, if any
+    previous: Path  # file of the previous plan, if any
     changes: Changes | None  # against the previous plan, where both can be compared
-    not_run: list[NotRun]  # what training refuses; a rehearsal does not
-    gpus: int  # what the plan had to fit into
-    orders: dict[str, Order]  # runners-up and baselines beside the plan, at other costs
+    not_run: list[NotRun]  # parts of the plan that training refuses, but not a rehearsal
+    gpus: int  # number of devices that the plan had to fit into
+    orders: dict[str, Order]  # runners-up and baselines against the plan, at other costs
 
 
 def plan(
@@ -71,18 +71,17 @@ def plan(
 
     Args:
         profile: file to plan from instead of the run's own; its device may be another.
-        gpus: use at most so many devices, not the whole cluster.
-        strategy: which layouts are searched: auto, any grouping of modules into units, or those of
-            a baseline.
-        top: how many runner-up plans to keep.
+        gpus: maximum number of devices to use, instead of the whole cluster.
+        strategy: layouts to search: "auto" (any grouping of modules into units), or a baseline's.
+        top: number of runner-up plans to record.
         out: file to write instead of the one in the run's folder.
-        sensitivity: also ask what other clusters, data and batches would change (seconds).
+        sensitivity: also compute the effect of other clusters, data and batches (takes seconds).
 
     Raises:
-        InfeasibleError: no layout fits; the limit in the way is named.
+        InfeasibleError: no layout fits; the limit that prevents it is named.
         MismatchError: the profile is of another model, cluster or device.
         SpecError: the run file or the profile is missing or wrong.
-        UsageError: `out` is what is read.
+        UsageError: `out` is one of the files that are read.
     """
     check_choice("strategy", strategy, Strategy)
     check_number("gpus", gpus, 1)
@@ -113,7 +112,7 @@ def plan(
     target, profile_path = path_of(out), path_of(profile) or opened.dir.profile
     not_over(target, opened.path, profile_path, opened.dir.index)
     costs = read_profile(profile_path)
-    if profile is None:  # who names a profile means its device
+    if profile is None:  # naming a profile implies its device
         check_device(opened.file, costs)
     costs = _resized(opened, costs, profile_path, note)
     if opened.file.cluster.hostfile is not None:
@@ -191,15 +190,14 @@ def compare_clusters(
     progress: Progress = silent,
     note: Note = ignore,
 ) -> list[Offer]:
-    """Plan for every number of every device, and say what training takes and costs there; no plan
-    is written.
+    """Plan for every device count and type, and return time and cost; no plan is written.
 
     Args:
-        gpus: numbers of devices; those of the run file's cluster if none.
-        devices: names of the hardware catalogue; the device of the profile, or of the run file, if
-            none. The run's profile is used for its own device, others are computed.
+        gpus: numbers of devices; if none, the number of the run file's cluster.
+        devices: names of the hardware catalogue; if none, the device of the profile, or of the run
+            file. The run's profile is used for its own device, others are computed.
         profile: file to plan from; its device is the only one.
-        strategy: as `plan`.
+        strategy: as for `plan`.
 
     Raises:
         InfeasibleError: no layout fits any of them; others as `profile` and `plan`.
@@ -218,7 +216,7 @@ def compare_clusters(
     from disttrain_cli.spec.profile import read_profile
 
     opened = open_run(run)
-    stated = opened.file.cluster.device.partition(":")[2]  # empty where it is one that is here
+    stated = opened.file.cluster.device.partition(":")[2]  # empty for a device of this machine
     path = path_of(profile) or opened.dir.profile
     none_needed = devices or (stated and not profile)
     known = None if none_needed and not path.is_file() else read_profile(path)
@@ -256,8 +254,10 @@ def compare_clusters(
 def _costs_on(
     run: Run, device: str, gpus: int, known: Profile | None, progress: Progress, note: Note
 ) -> tuple[RunFile, Profile]:
-    """The run file of a cluster of so many devices of a name, and its profile: `known` where it is
-    that device's, else computed."""
+    """Return the run file for a cluster of `gpus` devices of this name, and its profile.
+
+    The profile is `known` where it is that device's, else it is computed.
+    """
     from disttrain_cli.planning.purchase import catalogue_name
     from disttrain_cli.planning.resize import computed, resized
 
@@ -283,7 +283,9 @@ def _costs_on(
 
 
 def _resized(run: Run, profiled: Profile, path: Path, note: Note) -> Profile:
-    """The profile for the cluster that the run file has now; the run's own, at `path`, is replaced.
+    """Return the profile for the cluster that the run file has now.
+
+    The run's own profile, if that is at `path`, is replaced.
 
     Raises:
         MismatchError, SpecError: as `plan`.
@@ -312,7 +314,7 @@ def _resized(run: Run, profiled: Profile, path: Path, note: Note) -> Profile:
 
 
 def _plan_before(path: Path, note: Note) -> Plan | None:
-    """The plan that is there already; None, and a note, where it cannot be read."""
+    """Return the existing plan; None, and a note, where it cannot be read."""
     from disttrain_cli.spec.plan import read_plan
 
     if not path.is_file():
@@ -325,7 +327,7 @@ def _plan_before(path: Path, note: Note) -> Plan | None:
 
 
 def checked_plan(run: Run, plan: Plan | Path | str | None = None) -> tuple[Plan, Profile]:
-    """A plan (the run's, if none is given), and the run's profile, from which it was made.
+    """Read and check a plan (by default the run's), and return it with the run's profile.
 
     A layout that was edited by hand is predicted again.
 

@@ -1,5 +1,4 @@
-"""Presets: run files to start from, and what they bring with them: sample data, and the folder of a
-small whole model."""
+"""Presets: run files to start from, with their sample data and small models."""
 
 from __future__ import annotations
 
@@ -13,17 +12,17 @@ from disttrain_cli.errors import SpecError, UsageError
 from disttrain_cli.naming import short_path
 from disttrain_cli.spec.whole import write_whole
 
-#: By a path of `data.sources` what writes the data there, as MODULE:FUNCTION.
+#: By path of `data.sources`, the function that writes the data there, as MODULE:FUNCTION.
 WRITERS = {
     "data/captions": "disttrain_cli.data.sample_data:write_sample_data",
     "data/tones": "disttrain_cli.data.sample_audio:write_sample_audio",
     "data/talks": "disttrain_cli.data.sample_talks:write_sample_talks",
 }
-WORDS = "words"  # folder of the tokenizer that all small models have, but for files of their own
+WORDS = "words"  # folder of the small models' shared tokenizer; a model's own files override it
 
 
 def preset_names() -> list[str]:
-    """Presets that ship with the package."""
+    """Return the names of the presets that ship with the package."""
     folder = files("disttrain_cli") / "templates" / "presets"
     return sorted(
         entry.name.removesuffix(".yaml")
@@ -33,7 +32,7 @@ def preset_names() -> list[str]:
 
 
 def preset_text(name: str) -> str:
-    """The run file of a preset; raises UsageError with the names there are."""
+    """Return the run file of a preset; raises UsageError with the known names."""
     if name not in preset_names():
         from disttrain_cli.spec.suggestions import listed
 
@@ -48,8 +47,10 @@ def preset_text(name: str) -> str:
 
 
 def fitted(text: str, gpus: int) -> str:
-    """A preset for this machine: not more GPUs per node than it has; without GPUs it stays as it
-    is."""
+    """Return a preset with no more GPUs per node than this machine has.
+
+    Without GPUs it is unchanged.
+    """
     if not gpus:
         return text
     return re.sub(
@@ -60,7 +61,7 @@ def fitted(text: str, gpus: int) -> str:
 
 
 def source_paths(content: str) -> list[str]:
-    """Paths of a run file's sources."""
+    """Return the paths of a run file's sources."""
     import yaml
 
     sources = yaml.safe_load(content)["data"].get("sources", [])
@@ -68,8 +69,9 @@ def source_paths(content: str) -> list[str]:
 
 
 def write_data(content: str, folder: Path) -> list[str]:
-    """Write the sample data that a run file reads (where it reads none of them, the scanned
-    digits); returns their paths relative to `folder`.
+    """Write the sample data that a run file reads, and return their paths relative to `folder`.
+
+    Where it reads none of the known sample data, the scanned digits are written.
 
     Raises:
         DataError: a package is missing, or other files of the same name are there.
@@ -85,12 +87,12 @@ def write_data(content: str, folder: Path) -> list[str]:
 
 
 def has_model(preset: str) -> bool:
-    """Whether a preset trains the folder of a small whole model, which is written with it."""
+    """Return True if a preset trains a small complete model, whose folder is written with it."""
     return (files("disttrain_cli") / "templates" / "folders" / preset).is_dir()
 
 
 def write_model(preset: str, folder: Path) -> None:
-    """Write that folder, as such models are published, with random weights.
+    """Write that model's folder, in the published format, with random weights.
 
     Raises:
         SpecError: a file of the same name holds something else, or the folder cannot be written.
@@ -102,7 +104,7 @@ def write_model(preset: str, folder: Path) -> None:
 
 
 def write_model_files(preset: str, folder: Path) -> None:
-    """Write all of it but the weights; raises SpecError as `write_model` does."""
+    """Write all files but the weights; raises SpecError as `write_model` does."""
     templates = files("disttrain_cli") / "templates" / "folders"
     named = {path.name: path for name in (WORDS, preset) for path in (templates / name).iterdir()}
     for name, path in named.items():
@@ -122,5 +124,5 @@ def _write_new(folder: Path, name: str, content: bytes) -> None:
 
 
 def missing_data(folder: Path, content: str) -> list[str]:
-    """Paths of a run file's sources at which there is nothing."""
+    """Return the paths of a run file's sources that do not exist."""
     return [path for path in source_paths(content) if not (folder / path).exists()]

@@ -1,5 +1,7 @@
-"""Who would run what, where and with whom, before anything is started: `dry_run`, and
-`dry_run_steps`, which takes a step of every stage on a fake device."""
+"""Assignment of ranks to hosts, and a step of every stage on a fake device, without a start.
+
+`dry_run` assigns the ranks and starts nothing; `dry_run_steps` runs one step per distinct stage.
+"""
 
 from __future__ import annotations
 
@@ -50,14 +52,14 @@ class HostRanks:
 
 @dataclass(frozen=True)
 class Ranks:
-    """A plan's ranks, their groups and hosts, and what would start them."""
+    """A plan's ranks, their groups and hosts, and the commands that start them."""
 
     plan: Layout
     ranks: int
     stages: list[StageRanks]
     groups: dict[str, list[list[int]]]  # of "tp", "cp" and "dp", by stage
     hosts: list[HostRanks]
-    commands: list[str]  # of a shell
+    commands: list[str]  # shell commands
 
 
 def dry_run(
@@ -67,12 +69,12 @@ def dry_run(
     kind: Kind | None = None,
     command: str = "",
 ) -> Ranks:
-    """Place the ranks of a plan on hosts; nothing is started or written.
+    """Assign the ranks of a plan to hosts; nothing is started or written.
 
     Args:
         plan: the plan, or its file, instead of the run's own.
-        kind: what `emit` would write, for `commands`.
-        command: the command line that trains here, where it has more options than the run file.
+        kind: the kind of `emit` whose commands are returned.
+        command: the command line that trains here, if it has more options than the run file.
 
     Raises:
         As `checked_plan`; SpecError also where the hosts are too few.
@@ -103,7 +105,7 @@ def dry_run_steps(
     plan: Plan | Path | str | None = None,
     progress: Progress = silent,
 ) -> DryRun:
-    """Let every distinct stage of a plan take a step on a fake CUDA device.
+    """Run one step of every distinct stage of a plan on a fake CUDA device.
 
     Raises:
         As `checked_plan` and `runtime.dryrun.dryrun.dry_run`.
@@ -139,7 +141,7 @@ def _stages(chosen: Plan, graph: StageGraph, nodes: Sequence[Node]) -> list[Stag
 
 
 def _groups(graph: StageGraph, what: str) -> list[list[int]]:
-    """All groups of tensor, context or data parallelism, by stage."""
+    """Return all groups of tensor, context or data parallelism, by stage."""
     if what == "tp":
         return [group for stage in graph.stages for group in stage.tp_groups()]
     if what == "cp":
@@ -148,7 +150,7 @@ def _groups(graph: StageGraph, what: str) -> list[list[int]]:
 
 
 def _commands(run: Run, nodes: Sequence[Node], kind: Kind | None, train: str) -> list[str]:
-    """What to type; scripts have the names that `--emit` would give them."""
+    """Return the commands to type; scripts have the names that `--emit` would give them."""
     from disttrain_cli.runtime.launching.emit import jobset, skypilot, slurm, torchrun
 
     folder = default_folder(run)
@@ -164,5 +166,5 @@ def _commands(run: Run, nodes: Sequence[Node], kind: Kind | None, train: str) ->
 
 
 def default_folder(run: Run) -> Path:
-    """Where scripts go if the user names no folder."""
+    """Return the folder of launch scripts if the user names none."""
     return run.dir.root / "launch"

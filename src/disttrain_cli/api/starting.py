@@ -1,4 +1,4 @@
-"""Before the first run: `init`, `doctor`, `schema`."""
+"""First steps before a run: `init`, `doctor`, `schema`."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ if TYPE_CHECKING:
     from disttrain_cli.api.environment import Environment
 
 Artefact = Literal["runfile", "profile", "plan"]
-TINY = "tiny"  # the preset of none that is named
-MODEL, SCHEMA = "model", ".disttrain.schema.json"  # beside the run file
-#: Editors complete and check the run file by it.
+TINY = "tiny"  # default preset
+MODEL, SCHEMA = "model", ".disttrain.schema.json"  # next to the run file
+#: Comment by which editors find the schema that completes and checks the run file.
 MODELINE = f"# yaml-language-server: $schema={SCHEMA}\n"
 
 
 @dataclass(frozen=True)
 class InitResult:
-    """The run file that was written, and the data and model that it names."""
+    """The written run file, and the data and model that it names."""
 
     path: Path
     data: list[str]
     preset: str | None = None
-    model: str | None = None  # of a preset, the folder that was written
-    samples: int | None = None  # of one's own data
+    model: str | None = None  # with a preset, the folder that was written
+    samples: int | None = None  # in the user's own data
     skipped: int = 0
     notes: list[str] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)  # paths of the run file where nothing is
+    missing: list[str] = field(default_factory=list)  # paths in the run file that do not exist
 
 
 def init(
@@ -45,14 +45,14 @@ def init(
     sample_data: bool = False,
     progress: Progress = silent,
 ) -> InitResult:
-    """Write a run file to start from, or one for one's own model and data.
+    """Write a run file from a preset, or for the user's own model and data.
 
     Args:
-        folder: folder to write, made if it does not exist.
-        preset: which run file to start from; "tiny" if neither it nor a model is named.
+        folder: folder to write, created if it does not exist.
+        preset: name of the preset to start from; "tiny" if neither it nor a model is named.
         model: folder of a published vision-language model or LLM, or its name on Hugging Face.
         data: file, folder or URL of samples for that model.
-        sample_data: write a small real dataset, too, for a preset.
+        sample_data: also write a small real dataset for a preset.
 
     Raises:
         UsageError: arguments exclude each other, or there is no such preset.
@@ -102,7 +102,7 @@ def _init_preset(folder: Path, preset: str, sample_data: bool, progress: Progres
     if sample_data:
         from disttrain_cli.data.sample_data import load_scans
 
-        load_scans()  # DataError where its package is missing, before anything is written
+        load_scans()  # raises DataError if its package is missing, before anything is written
     model = folder / MODEL if presets.has_model(preset) else None
     if model:
         progress("drawing the model's weights", 0, 0)

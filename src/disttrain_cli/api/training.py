@@ -1,4 +1,4 @@
-"""Runs: `train`, the same on emulated devices, and what starts ranks elsewhere."""
+"""Runs: `train`, `rehearse` on emulated devices, `preflight`, and `emit` for other launchers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Preflight:
-    """The number of ranks that met, and what the first of them reports."""
+    """The number of ranks that joined, and the messages of rank 0."""
 
     ranks: int
     told: list[str]
@@ -50,22 +50,23 @@ def train(
 ) -> TrainResult:
     """Train by the plan, with a process per rank on this host; write checkpoints and traces.
 
-    A run that has no plan yet is planned first, and profiled if it has no profile either, where its
+    A run without a plan is planned first, and profiled if it has no profile either, where its
     cluster is this machine (`plans_itself`).
 
     Args:
         plan: the plan to run, or its file, instead of the run's own.
-        steps: optimizer steps in all, instead of the run file's.
-        resume: go on from the newest checkpoint.
-        restart: start at step 0 though there are checkpoints; what is there is moved to `earlier/`.
-        origin: run, checkpoint or export with whose weights step 0 begins.
-        profile_steps: steps of which every rank leaves torch's profile.
+        steps: total number of optimizer steps, instead of the run file's.
+        resume: continue from the newest checkpoint.
+        restart: start at step 0 although there are checkpoints; existing outputs are moved to
+            `earlier/`.
+        origin: run, checkpoint or export whose weights are loaded for step 0.
+        profile_steps: steps for which every rank writes a torch profiler trace.
         on_step: called with the figures of every finished step (`watching.lines.reported`).
 
     Raises:
         UsageError: arguments exclude each other.
         MismatchError, SpecError: the plan does not belong to the run file and profile, or asks for
-            what training does not do.
+            something that training does not support.
         RankFailedError: a rank failed; its log is named.
         DisttrainError: another training of this run is under way.
         Others as `runtime.train.train`.
@@ -121,8 +122,10 @@ def train(
 
 
 def plans_itself(run: Run) -> bool:
-    """True if `train` makes the plan that a run lacks: its cluster is this machine, and it has data
-    to train on."""
+    """Return True if `train` makes the plan that a run lacks.
+
+    It does so if the run's cluster is this machine and it has data to train on.
+    """
     from disttrain_cli.spec.profile import read_profile
 
     cluster, path = run.file.cluster, run.dir.profile
@@ -145,7 +148,7 @@ def _plan_here(run: Run, progress: Progress, note: Note) -> None:
 
 
 def check_start(resume: bool, restart: bool, origin: Path | str | None) -> None:
-    """UsageError where a run is to start in two ways at once."""
+    """Raise UsageError if arguments ask for two different starts at once."""
     resuming, starting = argument("resume", True), argument("origin")
     if resume and restart:
         raise UsageError(
@@ -162,7 +165,7 @@ def check_start(resume: bool, restart: bool, origin: Path | str | None) -> None:
 
 
 def find_origin(origin: Path | str | None) -> Path | None:
-    """The folder of the checkpoint or export that `origin` names; SpecError where there is none."""
+    """Return the folder of the checkpoint or export that `origin` names; SpecError if none."""
     if origin is None:
         return None
     from disttrain_cli.runtime.checkpoints.origin import find
@@ -171,8 +174,10 @@ def find_origin(origin: Path | str | None) -> Path | None:
 
 
 def say_start(run: Run, total: int, note: Note) -> None:
-    """Note which modules learn nothing in the last of `total` steps, and a token that other users
-    can read."""
+    """Report modules that learn nothing in the last of `total` steps, and exposed secrets.
+
+    A secret is a token that other users can read.
+    """
     from disttrain_cli.data.serving.access import exposed
     from disttrain_cli.runtime.engine.schedule import beyond_schedule
 
@@ -194,8 +199,8 @@ def rehearse(
 ) -> RehearsalResult:
     """Run a plan on emulated devices: real processes, messages and schedule.
 
-    Arguments are those of `train`. Where the run re-plans, what it would do is in the rehearsal's
-    own folder; the run's plan stays.
+    Arguments are those of `train`. Where the run replans, the new plan is written to the
+    rehearsal's own folder; the run's plan is unchanged.
 
     Raises:
         As `checked_plan` and `runtime.rehearsal.rehearse.rehearse`.
@@ -235,7 +240,7 @@ def preflight(
     plan: Plan | Path | str | None = None,
     progress: Progress = silent,
 ) -> Preflight:
-    """Start the ranks, let them compare files and data and try out their groups, and end.
+    """Start the ranks, compare their files and data, test their process groups, and end.
 
     Raises:
         As `checked_plan` and `runtime.train.preflight`.
@@ -248,7 +253,7 @@ def preflight(
 
 
 def _trained(run: Run, plan: Plan | Path | str | None) -> tuple[Plan, Profile]:
-    """A plan as `checked_plan` reads it, that training runs; SpecError of others."""
+    """Return a plan as `checked_plan` reads it; SpecError if training cannot run it."""
     from disttrain_cli.planning.check import refuse_not_run
 
     chosen, profile = checked_plan(run, plan)
@@ -270,12 +275,14 @@ def emit(
     preflight: bool = False,
     note: Note = ignore,
 ) -> Emitted:
-    """Write what starts the ranks on the cluster's hosts; other arguments are those of `train`.
+    """Write scripts or jobs that start the ranks on the cluster's hosts.
+
+    Arguments that are not listed here are those of `train`.
 
     Args:
         kind: "torchrun", "slurm" (scripts), "jobset" (Kubernetes) or "skypilot".
         out: folder to write instead of `launch/` in the run's.
-        preflight: let the ranks do what the function `preflight` does, instead of training.
+        preflight: the ranks run the checks of the function `preflight`, instead of training.
 
     Raises:
         As `train`; SpecError also where the hosts are too few.

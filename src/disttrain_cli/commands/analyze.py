@@ -1,5 +1,4 @@
-"""`disttrain analyze`: the verdict on a job's traces, then tables, the report page, and
-conditions."""
+"""`disttrain analyze`: verdict on a job's traces, tables, report page and conditions."""
 
 from __future__ import annotations
 
@@ -127,7 +126,7 @@ def run(
     if report is not None:
         console.say(f"\nReport      {short_path(report)}")
     if fail_if is not None:
-        if fails and json_mode:  # the document says it; a second one would not be JSON
+        if fails and json_mode:  # the document holds it; a second document would not be JSON
             raise typer.Exit(ConditionHoldsError.exit_code)
         raise_if_holds(analysis, fail_if)
         console.note(sentence)
@@ -135,11 +134,14 @@ def run(
 
 
 def _only_one(alone: dict[str, object], others: dict[str, object]) -> None:
-    """Refuse options beside one that does nothing else: what is asked must not be left out
-    silently.
+    """Refuse options that an exclusive option would silently ignore.
+
+    Args:
+        alone: exclusive options, which do nothing else.
+        others: all other options.
 
     Raises:
-        UsageError: such a combination was given.
+        UsageError: an exclusive option is combined with another option.
     """
     given = [name for name, value in (alone | others).items() if value is not None]
     if len(given) > 1 and given[0] in alone:
@@ -151,7 +153,7 @@ def _only_one(alone: dict[str, object], others: dict[str, object]) -> None:
 
 
 def _no_traces(options: dict[str, object]) -> None:
-    """UsageError where an option was given that flight-recorder dumps have nothing for."""
+    """Raise UsageError if an option was given that does not apply to flight-recorder dumps."""
     for name, value in options.items():
         if value is not None:
             raise UsageError(

@@ -1,4 +1,4 @@
-"""The tables of `disttrain analyze`: those common to all formats, and those of each format."""
+"""Tables of `disttrain analyze`: those of all formats, and those of each format."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from disttrain_cli.analysis.result.summary import Analysis
 
 MOST_CHANGE_PCT = 1000
-SHOWN_IN_S = 0.1  # a step of less is shown in ms or µs
-LEAST_SHARE = 0.05  # of an operation's time, to be named
+SHOWN_IN_S = 0.1  # shorter steps are shown in ms or µs
+LEAST_SHARE = 0.05  # of an operation's time; smaller shares are not listed
 MOST_OPERATIONS = 12  # rows shown; --json has all of them
 MOST_RANKS, MOST_COLLECTIVES, MOST_KERNELS = 32, 8, 10
 
 
 def render(console: Console, analysis: Analysis) -> None:
-    """Verdict, evidence, job; then the tables of the format; then what limits the figures."""
+    """Print verdict, evidence and job, then the format's tables, then the figures' limits."""
     for show in (_verdict, _evidence, _causes, _job, _units, _inside, _memory, _lost, _remedies):
         show(console, analysis)
     if analysis.format == "kineto":
@@ -370,7 +370,7 @@ def _seconds(value: float) -> str:
 
 
 def change(pct: float | None) -> str:
-    """A change in percent, or how many times as much where it is far more."""
+    """Format a change in percent, or as a factor where it is far more."""
     if pct is None:
         return "–"
     return f"{pct:+.1f} %" if abs(pct) < MOST_CHANGE_PCT else f"{figure(1 + pct / 100)} ×"

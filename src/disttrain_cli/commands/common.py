@@ -1,5 +1,4 @@
-"""What the subcommands share: the run file argument, the output flags, and the next command to
-suggest."""
+"""Shared parts of the subcommands: run file argument, output flags, next command."""
 
 from __future__ import annotations
 
@@ -35,8 +34,10 @@ OutOption = Annotated[
 
 
 def next_command(command: str, run_file: Path, **options: object) -> str:
-    """`disttrain COMMAND` with the run file, `--set` of the command that runs, and those options
-    that are not at their default (None, or False)."""
+    """Return `disttrain COMMAND` with the run file, current `--set` options and `options`.
+
+    Options at their default (None or False) are left out.
+    """
     words = ["disttrain", command]
     if run_file != DEFAULT_RUN_FILE:
         words.append(str(run_file))
@@ -48,5 +49,5 @@ def next_command(command: str, run_file: Path, **options: object) -> str:
 
 
 def percent(fraction: float | None) -> str:
-    """0.1234 as "12.3 %"; a dash where there is no value."""
+    """Format 0.1234 as "12.3 %"; a dash where there is no value."""
     return "–" if fraction is None else f"{100 * fraction:.1f} %"

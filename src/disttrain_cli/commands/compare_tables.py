@@ -1,5 +1,7 @@
-"""Tables of two runs compared: figures of their analyses, then the times of a step that differ
-beyond the noise of steps."""
+"""Tables that compare two runs: figures of their analyses, then times of a step.
+
+Times are shown where they differ by more than the noise of steps.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ MOST_ROWS, MOST_NAME = 20, 60  # --json has all
 def show_comparison(
     console: Console, before: Path, changes: list[Change], times: Times | None
 ) -> None:
-    """Nothing where nothing was compared."""
+    """Print the comparison; nothing if nothing was compared."""
     console.table(
         f"Against {before}",
         ["figure", "before", "after", "change"],
@@ -32,7 +34,7 @@ def show_comparison(
     if times is None:
         return
     both = [row for row in times.rows if row.difference_s is not None]
-    # the step and kinds always; of the rest what is no noise, where that can be told
+    # the step and kinds always; other rows if significant, or, untested, if they differ at all
     told = any(row.significant is not None for row in both)
     shown = [
         row

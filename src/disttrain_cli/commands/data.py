@@ -1,5 +1,4 @@
-"""`disttrain data`: preprocessing workers on this host, for ranks here or elsewhere; and the data
-decoded once."""
+"""`disttrain data`: index, check, latents and order of the data, and preprocessing workers."""
 
 from __future__ import annotations
 
@@ -177,7 +176,7 @@ def index(
     json_mode: JsonFlag = False,
     quiet: QuietFlag = False,
 ) -> None:
-    """Read the sizes of all samples: the sample index, on one host or several."""
+    """Build the sample index, on one host or several: read the sizes of all samples."""
     console = Console(json_mode=json_mode, quiet=quiet)
     parts = None if share is None else _share(share)
     opened = open_run(run_file, *settings or ())
@@ -197,7 +196,7 @@ def index(
 
 
 def _share(given: str) -> tuple[int, int]:
-    """K/N; UsageError where it is none."""
+    """Parse K/N; raises UsageError if the text has another form."""
     number, _, hosts = given.partition("/")
     if not re.fullmatch(r"\d{1,6}/\d{1,6}", given, re.ASCII) or int(number) >= int(hosts):
         raise UsageError(
@@ -215,7 +214,7 @@ def check(
     json_mode: JsonFlag = False,
     quiet: QuietFlag = False,
 ) -> None:
-    """Decode every image and clip once, and leave out the samples that cannot be used."""
+    """Decode every image and clip once, and exclude the samples that cannot be used."""
     console = Console(json_mode=json_mode, quiet=quiet)
     opened = open_run(run_file, *settings or ())
     from disttrain_cli.data.index.index_checks import BadSamplesError
@@ -254,7 +253,7 @@ def latents(
     json_mode: JsonFlag = False,
     quiet: QuietFlag = False,
 ) -> None:
-    """Encode the images to generate once, so that no VAE runs in training."""
+    """Encode the images to generate once, so that training runs no VAE."""
     console = Console(json_mode=json_mode, quiet=quiet)
     opened = open_run(run_file, *settings or ())
     with console.progress() as progress:
@@ -290,7 +289,7 @@ def order(
     json_mode: JsonFlag = False,
     quiet: QuietFlag = False,
 ) -> None:
-    """Make the orders of the next epochs ahead of training."""
+    """Compute the sample orders of the next epochs ahead of training."""
     console = Console(json_mode=json_mode, quiet=quiet)
     opened = open_run(run_file, *settings or ())
     with console.progress() as progress:
@@ -302,7 +301,7 @@ def order(
 
 
 def _after_latents(run: Run, index: Index) -> str:
-    """The command that comes next: data and model of a profile may be others."""
+    """Return the command to run next: `profile` again if model or data have changed."""
     from disttrain_cli.spec.profile import read_profile
 
     if not run.dir.profile.is_file():

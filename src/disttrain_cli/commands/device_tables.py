@@ -1,5 +1,4 @@
-"""Tables of `disttrain analyze` about devices and what their hosts launch; formats of figures and
-names."""
+"""Tables of `disttrain analyze` about devices and kernel launches; formats of figures."""
 
 from __future__ import annotations
 
@@ -15,8 +14,10 @@ MOST_OPERATORS, MOST_RANKS, LONGEST_NAME = 8, 8, 70
 
 
 def show_devices(console: Console, analysis: Analysis) -> None:
-    """Collectives by kind, FLOPs by operator, launches and queues, the critical path; the report
-    has more."""
+    """Print collectives by kind, FLOPs by operator, launches and queues, and the critical path.
+
+    The report has more.
+    """
     console.table(
         "Collectives by kind, ms; bandwidth of a rank's link (busbw)",
         ["kind", "ranks", "count", "MB", "transfer p50", "p95", "longest wait p50", "p95", "GB/s"],
@@ -100,17 +101,17 @@ def show_devices(console: Console, analysis: Analysis) -> None:
 
 
 def ms(us: float | None) -> str:
-    """µs as ms, or a dash."""
+    """Format µs as ms; a dash where there is no value."""
     return "–" if us is None else f"{us / 1e3:.3f}"
 
 
 def short_name(name: str) -> str:
-    """A name of a trace, short."""
+    """Shorten a name from a trace."""
     return name if len(name) <= LONGEST_NAME else name[: LONGEST_NAME - 1] + "…"
 
 
 def figure(value: Any) -> str:
-    """A number with the digits that matter; anything else as it is."""
+    """Format a float with its significant digits; other values as text."""
     if value is None:
         return "–"
     if not isinstance(value, float):

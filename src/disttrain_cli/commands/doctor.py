@@ -1,4 +1,4 @@
-"""`disttrain doctor`: what this machine and environment have, and what is missing."""
+"""`disttrain doctor`: state of this machine and environment, and missing requirements."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""`disttrain train --dry-run --device cuda`: what every stage does and keeps on a GPU, seen without
-one."""
+"""`disttrain train --dry-run --device cuda`: steps of all stages on a fake GPU.
+
+It shows the operations and the memory of every stage without a GPU.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,10 @@ MIB = 2**20 / 2**30
 
 
 def show_steps(console: Console, run: Run, plan: Plan) -> bool:
-    """Take a step of every distinct stage on a fake device and show it; returns whether all would
-    run."""
+    """Run one step of every distinct stage on a fake device and show it.
+
+    Returns True if all stages would run.
+    """
     with console.progress() as progress:
         result = dry_run_steps(run, plan=plan, progress=progress)
     console.result(result)

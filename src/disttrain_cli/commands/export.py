@@ -82,7 +82,7 @@ def run(
     if exported.generates_with is not None:
         needed = {
             "generate": not {"llava", "llava_next"}
-            & exported.modules.keys(),  # these read no videos
+            & exported.modules.keys(),  # these do not read videos
             "adapters": any(module.base for module in exported.modules.values()),
         }
         missing = [

@@ -1,4 +1,4 @@
-"""Tables of flight-recorder dumps of a job that hangs: the verdict, then groups and ranks."""
+"""Tables of flight-recorder dumps of a hanging job: the verdict, then groups and ranks."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ MOST_ROWS = 16  # shown; --json has all
 
 
 def are_dumps(paths: list[Path]) -> bool:
-    """True if the paths hold dumps and no traces."""
+    """Return True if the paths hold dumps and no traces."""
     from disttrain_cli.analysis.formats import find_format
 
     return find_format(paths).format == "flight recorder"
 
 
 def show_dumps(console: Console, paths: list[Path]) -> None:
-    """Judge them, and show it."""
+    """Analyse dumps and print the result."""
     found = explain_hang(*paths)
     console.result(found.to_json(), found.verdict.sentence)
     _render(console, found)

@@ -1,4 +1,4 @@
-"""`disttrain init`: a run folder from a preset, with a small real dataset if asked for."""
+"""`disttrain init`: a run folder from a preset, or for the user's own model and data."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def run(
     json_mode: JsonFlag = False,
     quiet: QuietFlag = False,
 ) -> None:
-    """Write a run file to start from, or one for your own model and data."""
+    """Write a run file from a preset, or for your own model and data."""
     console = Console(json_mode=json_mode, quiet=quiet)
     if folder is None and own_model is None and own_data is None:
         raise UsageError(

@@ -1,5 +1,4 @@
-"""What `disttrain train` shows and writes instead of training: `--dry-run`, `--emit`,
-`--preflight`."""
+"""Output of `disttrain train` modes that do not train: `--dry-run`, `--emit`, `--preflight`."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ MOST_GROUPS = 3
 
 
 def show_ranks(console: Console, found: Ranks) -> None:
-    """Who would run what, where, with whom, and how it would be started."""
+    """Print stages, ranks, groups and hosts, and the commands that start them."""
     console.result(asdict(found) | {"plan": found.plan.model_dump(mode="json")})
     console.say(
         f"{found.ranks} ranks on {len(found.hosts)} host(s), {found.plan.microbatches} slots per"
@@ -87,7 +86,7 @@ def show_ranks(console: Console, found: Ranks) -> None:
 
 
 def show_written(console: Console, written: Emitted) -> None:
-    """The scripts, and how to start them."""
+    """Print the written scripts, and how to start them."""
     console.result(written, written.scripts[0])
     console.say(f"Job file    {short_path(Path(written.job))}")
     for script in written.scripts:
@@ -102,7 +101,7 @@ def show_written(console: Console, written: Emitted) -> None:
 
 
 def show_preflight(console: Console, done: Preflight) -> None:
-    """What the ranks found."""
+    """Print the result of a preflight."""
     console.result(asdict(done))
     console.say(
         f"{done.ranks} ranks met, have the same program, files and data, and all their groups work."
@@ -112,13 +111,13 @@ def show_preflight(console: Console, done: Preflight) -> None:
 
 
 def span(numbers: Sequence[int]) -> str:
-    """3–7, or 3."""
+    """Format numbers as their range: 3–7, or 3."""
     first, last = numbers[0], numbers[-1]
     return str(first) if first == last else f"{first}–{last}"
 
 
 def _listed(group: Sequence[int]) -> str:
-    """Ranks of a group: a span where they are neighbours, else with their distance."""
+    """Format the ranks of a group: a range if they are consecutive, else with their stride."""
     step = group[1] - group[0]
     return (
         span(group)

@@ -1,4 +1,4 @@
-"""`disttrain plan`: the best GPUs and parallelism for every module, and why."""
+"""`disttrain plan`: the best GPUs and parallelism for every module, and the reasons."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ Exit code 3 means that no layout fits; the message names the limit in the way.
 
 
 TOP = 3  # runner-up plans
-#: Patterns of what options list, and in words.
+#: Pattern of an entry in an option's list, and its description for messages.
 COUNT = r"0*[1-9][0-9]{0,4}", "numbers from 1 to 65,536"
 DEVICE = r"(analytic:)?[A-Za-z0-9._-]+", "names of the hardware catalogue"
 
 
 class Strategy(StrEnum):
-    """Which layouts are searched."""
+    """Set of layouts to search."""
 
     auto = "auto"
     disaggregated = "disaggregated"
@@ -147,10 +147,10 @@ def run(
 
 
 def _listed(option: str, kind: tuple[str, str], given: str | None) -> list[str]:
-    """Parts of an option between commas.
+    """Split an option at its commas.
 
     Raises:
-        UsageError: one is not of the kind, or named twice.
+        UsageError: an entry is not of the kind, or is named twice.
     """
     listed = [] if given is None else [one.strip() for one in given.split(",")]
     for one in listed:
@@ -166,12 +166,12 @@ def _listed(option: str, kind: tuple[str, str], given: str | None) -> list[str]:
 
 
 def _same(one: str) -> str:
-    """Common form of all spellings of a number of devices, or of a device."""
+    """Return the common form of all spellings of a number of devices, or of a device."""
     return one.lower().removeprefix("analytic:").lstrip("0")
 
 
 def _document(result: PlanResult) -> dict[str, Any]:
-    """What `--json` prints."""
+    """Return the document that `--json` prints."""
     return result.plan.model_dump(mode="json") | {
         "explanation": asdict(result.explanation),
         "sensitivity": asdict(result.sensitivity) if result.sensitivity else None,
@@ -221,5 +221,5 @@ def _render(console: Console, result: PlanResult, run_file: Path) -> None:
 
 
 def terminal_columns() -> int:
-    """Width of the terminal, within what can be read."""
+    """Return the width of the terminal, limited to a readable range."""
     return max(72, min(140, shutil.get_terminal_size((100, 24)).columns))

@@ -1,5 +1,4 @@
-"""The tables and lines that `disttrain plan` shows: a plan, its explanation and its sensitivity in,
-text out."""
+"""Tables and sentences of `disttrain plan`, from a plan, its explanation and its sensitivity."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING
 from disttrain_cli.commands.common import percent
 from disttrain_cli.naming import with_named
 
-#: Times its share of the throughput that one more device must bring to be explained.
+#: Speed-up from one more device, in multiples of its share of the throughput, that is explained.
 JUMP = 2.0
 
 if TYPE_CHECKING:
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 def show_layout(
     console: Console, plan: Plan, explanation: Explanation, given: int, columns: int
 ) -> None:
-    """What runs where: one row per unit."""
+    """Print the layout: one row per unit."""
     from disttrain_cli.planning.explain import delays, layers
 
     layout, predicted = plan.plan, plan.predicted
@@ -96,7 +95,7 @@ def show_layout(
 
 
 def headline(predicted: Prediction, explanation: Explanation) -> str:
-    """The expected step, its range and what they rest on, as a sentence."""
+    """Return a sentence with the expected step, its range and its basis."""
     if predicted.expected_s is None or predicted.range_s is None:
         return f"{_seconds(predicted.iteration_s)} per step."
     low_s, high_s = predicted.range_s
@@ -107,7 +106,7 @@ def headline(predicted: Prediction, explanation: Explanation) -> str:
 
 
 def mfu_line(predicted: Prediction, idle: bool) -> str:
-    """Throughput and MFU of the expected step, by both ways to count attention."""
+    """Return throughput and MFU of the expected step, with both ways to count attention."""
     slower = (predicted.expected_s or predicted.iteration_s) / predicted.iteration_s
     mfu = percent(predicted.mfu / slower)
     if idle and predicted.mfu_used is not None:
@@ -118,7 +117,7 @@ def mfu_line(predicted: Prediction, idle: bool) -> str:
 
 
 def show_memory(console: Console, plan: Plan) -> None:
-    """What the peak of every unit's fullest stage is made of."""
+    """Print the parts of the peak memory of every unit's fullest stage."""
     from disttrain_cli.spec.plan import PARTS
 
     fullest = [
@@ -147,7 +146,7 @@ def show_memory(console: Console, plan: Plan) -> None:
 
 
 def show_changes(console: Console, changes: Changes | None, path: str, columns: int) -> None:
-    """What the new plan changes against the one in place, and whether that is worth it."""
+    """Print the differences from the previous plan, and whether the change pays off."""
     if changes is None:
         return
     console.table(
@@ -162,7 +161,7 @@ def show_changes(console: Console, changes: Changes | None, path: str, columns: 
 
 
 def worth_it(changes: Changes) -> str:
-    """Whether a new plan is worth its change, as sentences."""
+    """Return sentences that compare the new plan with the previous one."""
     from disttrain_cli.planning.explain import two_digits
 
     new = _seconds(changes.new_s)
@@ -203,10 +202,10 @@ def show_strategies(
     orders: Mapping[str, Order],
     run_file: Path,
 ) -> None:
-    """The plan beside the baselines, per GPU given and per GPU used.
+    """Print the plan next to the baselines, per available GPU and per GPU used.
 
     Args:
-        orders: of the plan and baselines, at the expected costs among others.
+        orders: comparisons of the plan with the baselines, at the expected costs among others.
     """
     layout, predicted = plan.plan, plan.predicted
     rows: list[list[object]] = [
@@ -269,7 +268,7 @@ def show_strategies(
 
 
 def show_runners_up(console: Console, plan: Plan, explanation: Explanation) -> None:
-    """The next best layouts and why they lose."""
+    """Print the next best layouts and why they are slower."""
     console.table(
         "Next best layouts, simulated at the profile's costs",
         ["", "s per step", "slower", "devices", "differs in", "why"],
@@ -288,7 +287,7 @@ def show_runners_up(console: Console, plan: Plan, explanation: Explanation) -> N
 
 
 def show_sensitivity(console: Console, plan: Plan, sensitivity: Sensitivity | None) -> None:
-    """How the best layout moves."""
+    """Print how the best layout changes with other clusters, data and batches."""
     if sensitivity is None:
         return
     names = [unit.name for unit in plan.plan.units]
@@ -315,7 +314,10 @@ def show_sensitivity(console: Console, plan: Plan, sensitivity: Sensitivity | No
 
 
 def more_gpus(sensitivity: Sensitivity, batch: int) -> str:
-    """Sentences about what more GPUs bring; a jump beyond a device's share is a step of shapes."""
+    """Return sentences on the effect of more GPUs.
+
+    A jump beyond one device's share is explained by the discrete shapes.
+    """
     from disttrain_cli.planning.explain import two_digits
 
     one, until = sensitivity.one_more_gpu, sensitivity.gpus_until_faster
@@ -341,7 +343,7 @@ def more_gpus(sensitivity: Sensitivity, batch: int) -> str:
 
 
 def show_clusters(console: Console, offers: list[Offer], file: RunFile, columns: int) -> None:
-    """Print what training takes and costs on several clusters, and how to read it."""
+    """Print time and cost of training on several clusters, and how to read them."""
     console.answer(
         [
             "device",
@@ -391,7 +393,7 @@ def show_clusters(console: Console, offers: list[Offer], file: RunFile, columns:
 
 
 def _offered(one: Offer) -> list[object]:
-    """Cells of a cluster behind its device and number."""
+    """Return the cells of a cluster's row after device and number."""
     if one.layout is None or one.step_s is None:
         return [*[""] * 8, "nothing fits"]
     low_s, high_s = one.range_s or (one.step_s, one.step_s)
@@ -409,7 +411,7 @@ def _offered(one: Offer) -> list[object]:
 
 
 def needs(plan: Plan) -> list[str]:
-    """CPU nodes and messages: one line each."""
+    """Return one line on CPU nodes and one on messages."""
     lines: list[str] = []
     need = plan.predicted.preprocess
     if need is not None:
@@ -424,7 +426,10 @@ def needs(plan: Plan) -> list[str]:
 
 
 def shape(layout: Layout) -> str:
-    """TP×DP×PP of every unit in pipeline order (×CP behind a TP where there is one), and M."""
+    """Return TP×DP×PP of every unit in pipeline order, and M.
+
+    ×CP follows TP for units with context parallelism.
+    """
     units = (
         f"{u.tp_degree}{f'×CP {u.cp_degree}' if u.cp > 1 else ''}×{u.dp}×{u.pp}"
         for u in layout.units
@@ -433,7 +438,7 @@ def shape(layout: Layout) -> str:
 
 
 def _largest(traffic: list[Traffic]) -> list[Traffic]:
-    """The largest message of every kind, longest first."""
+    """Return the largest message of every kind, longest first."""
     kinds: dict[str, Traffic] = {}
     for one in sorted(traffic, key=lambda one: one.rank_s):
         kinds[one.kind] = one
@@ -448,7 +453,7 @@ def _traffic(one: Traffic) -> str:
 
 
 def _expected(order: Order | None) -> str:
-    """Throughput of a plan over another layout's at the expected costs."""
+    """Format the ratio of a plan's throughput to another layout's at the expected costs."""
     return "" if order is None else f"{1 + order.expected:.2f} ×"
 
 
@@ -500,7 +505,7 @@ def _value(value: Value) -> str:
 
 
 def _differs(unit: Moved) -> bool:
-    """Whether a stage's time moved by what is worth a word."""
+    """Return True if a stage's time changed by enough to be mentioned."""
     return abs(unit.now_ms - unit.then_ms) > 5e-3 * unit.then_ms
 
 
@@ -517,7 +522,7 @@ def _seconds(value: float) -> str:
 
 
 def _about(value: float) -> str:
-    """A time to three digits."""
+    """Format a time with three digits."""
     value, unit = (value, "s") if value >= 1 else (1e3 * value, "ms")
     return f"{value:,.{0 if value >= 100 else 1 if value >= 10 else 2}f} {unit}"
 

@@ -1,5 +1,4 @@
-"""`disttrain profile`: what modules, links and samples cost here, or on a device of the hardware
-catalogue."""
+"""`disttrain profile`: costs of modules, links and samples, measured or from the catalogue."""
 
 from __future__ import annotations
 
@@ -77,7 +76,7 @@ def run(
     json_mode: JsonFlag = False,
     quiet: QuietFlag = False,
 ) -> None:
-    """Find out what every module, link and sample costs, here or on a device of the catalogue."""
+    """Measure the cost of every module, link and sample, or compute it for a catalogue device."""
     console = Console(json_mode=json_mode, quiet=quiet)
     if calibrate is not None:
         if device != "auto" or reindex:
@@ -88,7 +87,7 @@ def run(
             )
         _calibrate(console, run_file, settings, calibrate, out)
         return
-    check_device_name(device)  # wrong usage, whether or not there is a run file
+    check_device_name(device)  # before the run file is read: a usage error with or without one
     opened = open_run(run_file, *settings or ())
     with console.progress() as progress:
         result = profile(

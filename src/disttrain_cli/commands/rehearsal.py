@@ -1,5 +1,4 @@
-"""`disttrain train --rehearse`: run a plan on emulated devices, and set prediction and rehearsal
-side by side."""
+"""`disttrain train --rehearse`: run a plan on emulated devices, and compare with the prediction."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     from disttrain_cli.spec.runfile import Run
 
 MOST_OPERATIONS = 16  # shown; --json has all
-LATE_SHARE = 0.02  # of a step: if the host was later than this, the rehearsal says so
+LATE_SHARE = 0.02  # of a step: delay beyond the simulated step from which on a note is printed
 
 
 def run_rehearsal(
@@ -33,7 +32,7 @@ def run_rehearsal(
     steps: int | None,
     resume: bool,
 ) -> None:
-    """Rehearse a plan that was checked, and show the result."""
+    """Rehearse a checked plan, and show the result."""
     from msgspec.structs import asdict
 
     from disttrain_cli.analysis.job.database import open_database
@@ -165,7 +164,7 @@ def _step_cells(row: dict[str, Any], expected: dict[str, Any]) -> list[object]:
 
 
 def _behind(result: RehearsalResult) -> float:
-    """Share by which the steps after the first are longer than simulated."""
+    """Return the share by which the steps after the first are longer than simulated."""
     pairs = [
         (row["iteration_s"], expected["iteration_s"])
         for row, expected in zip(result.steps, result.simulated, strict=True)

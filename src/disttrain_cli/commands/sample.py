@@ -1,4 +1,4 @@
-"""`disttrain sample`: what a checkpoint draws and writes for prompts and images."""
+"""`disttrain sample`: images and text that a checkpoint generates for prompts and images."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def run(
     json_mode: JsonFlag = False,
     quiet: QuietFlag = False,
 ) -> None:
-    """Draw images and write text with a checkpoint."""
+    """Generate images and text with a checkpoint."""
     console = Console(json_mode=json_mode, quiet=quiet)
     from disttrain_cli.data.sources.samples import printable
 

@@ -1,5 +1,4 @@
-"""What training and rehearsals both show: the figures of the latest step while steps run, and data
-that moved away from the plan's."""
+"""Output shared by training and rehearsals: figures of the latest step, and data drift."""
 
 from __future__ import annotations
 
@@ -19,8 +18,7 @@ if TYPE_CHECKING:
 
 
 class LiveStep:
-    """Progress that shows the latest step's figures, and how long the rest will take, while
-    training."""
+    """Progress callback that shows the latest step's figures and the remaining time."""
 
     def __init__(self, progress: Progress, learns: bool = True) -> None:
         self._progress, self._lines = progress, StepLines(learns)
@@ -28,7 +26,7 @@ class LiveStep:
         self._first: tuple[float, float] | None = None
 
     def on_step(self, step: dict[str, Any]) -> None:
-        """Take in one finished step."""
+        """Record one finished step."""
         self._figures = self._lines.of(step)
 
     def __call__(self, what: str, done: float, total: int) -> None:
@@ -54,7 +52,7 @@ def say_drift(
     steps: list[dict[str, Any]],
     folder: Path,
 ) -> None:
-    """Say what of the data has moved away from what the plan was made for."""
+    """Print how the data have drifted from the data that the plan was made for."""
     from disttrain_cli.data.drift import drift
 
     moves = drift(profile, [step | {"sequences": plan.plan.global_batch_size} for step in steps])

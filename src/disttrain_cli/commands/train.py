@@ -1,4 +1,4 @@
-"""`disttrain train`: run a plan and show the prediction beside what happens."""
+"""`disttrain train`: run a plan and show the prediction next to the measurements."""
 
 from __future__ import annotations
 
@@ -214,7 +214,7 @@ def _train(console: Console, asked: Asked, chosen: Chosen) -> None:
 
 
 def _step_on_fakes(console: Console, chosen: Chosen) -> None:
-    """SystemExit where a stage would not run."""
+    """Run a step of every stage on a fake device; raises SystemExit if a stage would not run."""
     from disttrain_cli.commands.dry_run import show_steps
 
     if not show_steps(console, chosen.run, chosen.plan):
@@ -240,7 +240,7 @@ def _write_scripts(console: Console, kind: Kind, asked: Asked, chosen: Chosen) -
 
 @contextmanager
 def _ways_on(run: Run, again: str) -> Iterator[None]:
-    """Have a lost rank's error say how to go on; `again` is the command."""
+    """Add to a lost rank's error how to continue; `again` is the command that started the run."""
     from disttrain_cli.runtime.checkpoints.folder import latest
 
     try:
@@ -256,7 +256,7 @@ def _ways_on(run: Run, again: str) -> Iterator[None]:
 
 
 def _say_next(console: Console, run_file: Path, run: Run, result: TrainResult, again: str) -> None:
-    """The command to run next; SystemExit where a signal or a stop file ended the run."""
+    """Print the command to run next; raises SystemExit if a signal or stop file ended the run."""
     if result.stopped_by is not None:
         done = result.steps[-1]["step"] + 1 if result.steps else 0
         console.note(f"Stopped by {result.stopped_by} after step {done}.")
@@ -264,13 +264,13 @@ def _say_next(console: Console, run_file: Path, run: Run, result: TrainResult, a
         raise SystemExit(130 if result.stopped_by == "SIGINT" else 143)
     console.hint(
         next_command("analyze", run_file)
-        if run_file == DEFAULT_RUN_FILE and not run.settings  # which may name another run
+        if run_file == DEFAULT_RUN_FILE and not run.settings  # settings may name another run
         else shlex.join(["disttrain", "analyze", short_path(run.dir.root)])
     )
 
 
 def _show_dry_run(console: Console, asked: Asked, chosen: Chosen) -> None:
-    """Ranks, groups, hosts and commands."""
+    """Print ranks, groups, hosts and commands."""
     from disttrain_cli.planning.check import not_run
 
     run, plan = chosen.run, chosen.plan

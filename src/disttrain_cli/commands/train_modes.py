@@ -1,4 +1,4 @@
-"""What `disttrain train` is asked for, and which of its options go together."""
+"""Modes and options of `disttrain train`, and checks of which exclude each other."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Asked:
-    """What the command line says."""
+    """The options of the command line."""
 
     run_file: Path
     settings: tuple[str, ...]
@@ -40,8 +40,10 @@ class Asked:
 
 @dataclass(frozen=True)
 class Chosen:
-    """What it stands for, read and checked; the plan is read when it is asked for, as training may
-    have to write it first."""
+    """The files and values that the options name, read and checked.
+
+    The plan is read on first use, because training may have to write it first.
+    """
 
     asked: Asked
     run: Run
@@ -50,8 +52,10 @@ class Chosen:
 
     @cached_property
     def planned(self) -> tuple[Plan, Profile]:
-        """The plan and the profile; raises as `api.checked_plan`, and UsageError where the run has
-        none of the steps to profile."""
+        """The plan and the profile.
+
+        Raises as `api.checked_plan`, and UsageError where the run has none of the steps to profile.
+        """
         plan, profile = checked_plan(self.run, self.asked.plan)
         if self.profiled is not None:
             from disttrain_cli.runtime.train import check_profiled
@@ -66,7 +70,7 @@ class Chosen:
 
     @property
     def profile(self) -> Profile:
-        """The profile from which it was made."""
+        """The profile from which the plan was made."""
         return self.planned[1]
 
     @property
@@ -77,7 +81,7 @@ class Chosen:
 
 
 def choose(asked: Asked) -> Chosen:
-    """Read what the command line names.
+    """Read the files that the command line names.
 
     Raises:
         UsageError: options exclude each other, or would have no effect.
@@ -91,7 +95,7 @@ def choose(asked: Asked) -> Chosen:
 
 
 def _check_modes(asked: Asked) -> None:
-    """UsageError where options exclude each other, or would have no effect."""
+    """Raise UsageError where options exclude each other, or would have no effect."""
     if asked.out is not None and asked.emit is None:
         raise UsageError(
             "--out names a folder for what --emit writes",
@@ -121,11 +125,10 @@ def _check_modes(asked: Asked) -> None:
 
 
 def _steps_to_profile(asked: Asked) -> range | None:
-    """A:B as the steps from A to before B.
+    """Parse A:B as the steps from A to before B.
 
     Raises:
-        UsageError: it is not of this form or names no step, or nothing that could be profiled is
-            run.
+        UsageError: it is not of this form or names no step, or nothing runs that could be profiled.
     """
     given = asked.profile_steps
     if given is None:

@@ -1,4 +1,4 @@
-"""What `disttrain train` shows at its end."""
+"""Final output of `disttrain train`."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 TABLE_STEPS = 7  # steps shown: the first, the last, and some between
 ANSWERS = 12  # shown at most
-SLOWER = 1.05  # times the predicted step, from which on it is said what ranks waited for
+SLOWER = 1.05  # multiple of the predicted step from which on waiting for cores is reported
 
 
 def show_result(console: Console, run_file: Path, result: TrainResult) -> None:
-    """Steps, prediction beside measurement, what was skipped, and what was written."""
+    """Print steps, prediction next to measurement, skipped samples and written files."""
     chosen, profile = result.planned
     _show_steps(console, result.steps)
     for step in [step for step in result.steps if "evaluation" in step][-TABLE_STEPS:]:
@@ -85,7 +85,7 @@ def _show_steps(console: Console, steps: list[dict[str, Any]]) -> None:
 def _say_cores(
     console: Console, steps: Sequence[dict[str, Any]], median_s: float, other_cores: float | None
 ) -> None:
-    """Print the share of slow steps that ranks waited for cores, and who held these."""
+    """Print the share of slow steps spent waiting for cores, and the cores of other processes."""
     waits = sorted(step["core_wait_s"] for step in steps if step.get("core_wait_s") is not None)
     wait_s = waits[len(waits) // 2] if waits else 0.0
     if wait_s < (SLOWER - 1) * median_s:
@@ -102,7 +102,7 @@ def _say_cores(
 
 
 def say_replans(console: Console, replans: Sequence[Replanned]) -> None:
-    """The plans with which a job went on."""
+    """Print the plans to which a job changed."""
     for one in replans:
         console.say(
             f"From step {one.step} on {one.gpus} devices: {one.layout}, predicted"
@@ -129,7 +129,7 @@ def _say_files(console: Console, result: TrainResult) -> None:
         console.say(f"Checkpoint  {short_path(Path(result.checkpoint))}")
     console.say(f"Traces      {short_path(Path(result.trace))}")
     if result.images:
-        # one for each generator
+        # one folder for each generator
         folders = dict.fromkeys(short_path(Path(image).parent) for image in result.images)
         console.say(f"Images      {len(result.images)} generated in {' and '.join(folders)}")
     if result.samples:

@@ -80,7 +80,7 @@ def run(
     ] = False,
     quiet: QuietFlag = False,
 ) -> None:
-    """Say what slows a run while it runs, whenever that changes."""
+    """Report what slows a run while it runs, whenever the verdict changes."""
     from disttrain_cli.analysis.expressions import check
     from disttrain_cli.analysis.watching.ending import Ending
     from disttrain_cli.analysis.watching.record import Record
@@ -120,7 +120,7 @@ def run(
             if fails:
                 _fail(console, look, sentence)
     _point_to_dumps(console, flight_recorder(root.logs))
-    if look is not None and not told:  # nobody will look again
+    if look is not None and not told:  # no look follows
         fails = held and once
         _tell(console, look, sentence if fails else "")
         if fails:
@@ -136,7 +136,7 @@ def _point_to_dumps(console: Console, dumps: Path) -> None:
 
 
 def _leaving(look: Look) -> str:
-    """What a restart without the slow host or device, or on a new plan, would gain."""
+    """Describe the saving of a restart without the slow host or device, or on a new plan."""
     planned = [one for one in look.analysis.remedies if one.basis == "plan" and one.worth]
     if not planned:
         return "a restart on another plan would gain nothing that can be told."
@@ -154,7 +154,7 @@ def _holds(look: Look, condition: str | None) -> tuple[bool, str]:
 
 
 def _fail(console: Console, look: Look, sentence: str) -> NoReturn:
-    if console.json_mode:  # the line says it
+    if console.json_mode:  # the printed line holds it
         raise typer.Exit(ConditionHoldsError.exit_code)
     verdict = look.analysis.verdict
     raise ConditionHoldsError(f"Condition holds: {sentence}", verdict.headline, verdict.advice)

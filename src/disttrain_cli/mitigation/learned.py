@@ -1,5 +1,7 @@
-"""The verdict on learning when a job ends: for the command that trained, for trackers, and in the
-output of a job whose ranks torchrun, Slurm or Kubernetes start."""
+"""Verdict on learning when a job ends, for the training command, trackers and job output.
+
+The job output is that of ranks started by torchrun, Slurm or Kubernetes.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,10 @@ from disttrain_cli.spec.trace import read_job
 def learned(
     run: Run, profile: Profile, samples: Samples | None, say: Callable[[str], None]
 ) -> Learning:
-    """Judge a run by its recorded steps; trackers get the verdict, and the samples of its last
-    checkpoint."""
+    """Judge a run by its recorded steps and report the verdict to trackers.
+
+    They also get the samples of its last checkpoint.
+    """
     rows = recorded_steps(run.dir.traces)
     verdict = learning(
         rows,
@@ -45,7 +49,7 @@ def learned(
 
 
 def before_fork(payload: dict[str, Any]) -> None:
-    """As `runtime.worker.before_fork`."""
+    """Prepare as `runtime.worker.before_fork` does."""
     from disttrain_cli.runtime import worker
 
     worker.before_fork(payload)
@@ -66,5 +70,5 @@ def main(payload: dict[str, Any]) -> None:
         )
         for line in verdict.lines:
             say(line)
-    except Exception:  # the run has trained, whatever cannot be judged
+    except Exception:  # the training succeeded even if it cannot be judged
         traceback.print_exc()

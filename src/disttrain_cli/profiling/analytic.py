@@ -1,11 +1,10 @@
-"""A profile without measuring: the operators of every layer, timed by the hardware catalogue's
-curves.
+"""Analytic profile: the operators of every layer, timed by the hardware catalogue's curves.
 
 For machines that nobody has here, in seconds and without a GPU, also for a model that would fit on
-none. Which kernels run says `models.operators`, how long they take `costs.hardware`. Both are
-linear in work, so times and bytes are exact polynomials of it and a few probes on the meta device
-decide them. A shard is counted as the first rank of its TP group, which computes what it would with
-the others' messages.
+none. `models.operators` lists the kernels that run, `costs.hardware` their times. Both are linear
+in work, so times and bytes are exact polynomials of it, determined by a few probes on the meta
+device. A TP shard is counted as the first rank of its TP group, computing as if it had received the
+other ranks' messages.
 """
 
 from __future__ import annotations
@@ -58,8 +57,7 @@ from disttrain_cli.spec.work import Work
 
 
 def analytic_profile(run: Run, name: str, progress: Progress = silent) -> Profile:
-    """The profile of a run on a device of the catalogue, or on one whose figures the run file
-    gives.
+    """Compute the profile of a run on a catalogue device, or one that the run file specifies.
 
     Preprocessing is measured here, on this machine's cores.
 
@@ -124,8 +122,7 @@ def analytic_profile(run: Run, name: str, progress: Progress = silent) -> Profil
 
 
 def _shards(run: Run, table: list[LayerInfo], module: str, *, tp: int) -> dict[int, PipelineLayer]:
-    """The first rank's part of the first layer of every kind of a module, by its place in the
-    model."""
+    """Build the first rank's TP shard of the first layer of every kind, by index in the model."""
     dtype = torch.bfloat16 if run.file.train.precision == "bf16" else torch.float32
     layers = {
         index: layer
@@ -139,8 +136,10 @@ def _shards(run: Run, table: list[LayerInfo], module: str, *, tp: int) -> dict[i
 
 @of_model
 def _counted(run: Run, module: str, frozen: bool, *, tp: int) -> dict[str, list[LayerOperators]]:
-    """By kind of layer of a module, the kernels of one rank's part at each of `_sizes`, its weights
-    frozen or not."""
+    """Count the kernels of one rank's TP shard at each of `_sizes`, by kind of layer.
+
+    The weights are frozen or trained, as `frozen` says.
+    """
     inputs, table = describe(run), layer_table(run)
     shards = _shards(run, table, module, tp=tp)
     found: dict[str, list[LayerOperators]] = {layer.kind: [] for layer in shards.values()}
@@ -163,7 +162,7 @@ def _series(
     *,
     tp: int,
 ) -> Series:
-    """Times and kept bytes of every layer of a module at `_sizes`, messages not included."""
+    """Return times and saved bytes of every layer of a module at `_sizes`, without TP messages."""
     works = [
         probe_work(
             inputs,
@@ -196,10 +195,9 @@ def _series(
 
 
 def _sizes(inputs: ModelInputs, module: str, *, tp: int) -> list[dict[str, Any]]:
-    """As many probe sizes as there are amounts that costs depend on, whose rows a TP group divides
-    evenly."""
+    """Return one probe size per amount that costs depend on, with rows divisible by the TP size."""
     head = inputs.head(module)
-    if head is None:  # whole ones: the loss takes as many rows at a time as it does in a step
+    if head is None:  # full-length sequences: the loss's chunks are as large as in a step
         length = inputs.sequence_length
         return [
             {"documents": [lengths] * sequences * tp, "length": length}
@@ -212,7 +210,7 @@ def _sizes(inputs: ModelInputs, module: str, *, tp: int) -> list[dict[str, Any]]
     if head.alike:  # a TP group of a generator divides no rows
         return [{head.item: count * (1 if head.item == "target" else tp)} for count in (2, 5)]
     p = head.period
-    return [  # none square, so that all have positions of their own
+    return [  # none is square, so that position embeddings are interpolated in all of them
         {head.item: [head.grid_of(rows * p, columns * p)] * count * tp}
         for count, rows, columns in ((1, 6, 4), (1, 8, 6), (2, 6, 4), (3, 8, 10))
     ]
@@ -221,11 +219,10 @@ def _sizes(inputs: ModelInputs, module: str, *, tp: int) -> list[dict[str, Any]]
 def _padded(
     length: int, works: list[Work], values: dict[str, Floats]
 ) -> tuple[list[Work], dict[str, Floats]]:
-    """The same costs at sequences of the model's length: their rows are computed whether they hold
-    tokens or padding.
+    """Convert costs of unpadded probes into costs of sequences padded to the model's length.
 
-    Probes have sequences without padding. A cost is base + per_row · rows + per_length_sq · Σ
-    length².
+    Rows are computed whether they hold tokens or padding; the probes have sequences without
+    padding. A cost is base + per_row · rows + per_length_sq · Σ length².
     """
     scale = np.array([1.0, length, length**2])
     amounts = np.array([(1.0, work.tokens, work.sum_length_sq) for work in works]) / scale

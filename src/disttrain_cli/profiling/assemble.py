@@ -1,5 +1,4 @@
-"""From the measurements of a module to its part of the profile: fits per kind of layer, means over
-the data."""
+"""Assemble a module's part of the profile: fits per kind of layer, means over the data."""
 
 from __future__ import annotations
 
@@ -33,13 +32,13 @@ from disttrain_cli.spec.runfile.model import PROJECTORS, Kind
 from disttrain_cli.spec.work import Work
 
 NOTHING = Polynomial()
-#: What passes take less where a TP group's messages travel behind products.
+#: Time that each pass saves where a TP group's messages are overlapped with GEMMs.
 Hidden = dict[HidingPass, Polynomial]
 
 
 @dataclass(frozen=True)
 class Series:
-    """What was measured of a module at one TP size, trained or frozen, over draws."""
+    """Measurements of a module at one TP size, trained or frozen, over draws."""
 
     works: list[Work]
     times: dict[str, Floats]  # kind of layer → [2, draws] forward and backward in ms
@@ -49,13 +48,13 @@ class Series:
 
 @dataclass(frozen=True)
 class Part:
-    """What is known of a kind of layer without measuring."""
+    """Properties of a kind of layer that are known without measuring."""
 
     flops: LayerFlops
     shard_parameters: dict[int, int]  # by TP size
     trained_parameters: dict[int, int | None]  # by TP size; None: all of them
     running: dict[int, Running]  # by TP size
-    hidden: dict[int, Hidden]  # by TP size at which its messages may travel behind products
+    hidden: dict[int, Hidden]  # by TP size at which its messages may overlap with GEMMs
     heads: Heads | None
     fused_heads: bool
     frozen_projection: bool
@@ -63,14 +62,14 @@ class Part:
 
 @dataclass(frozen=True)
 class Setting:
-    """What all modules share."""
+    """Inputs that all modules share."""
 
     table: list[LayerInfo]
     inputs: ModelInputs
     data: Dataset
     links: LinkTimes
     value_bytes: int  # of one number of the tensors between layers
-    # whether kept bytes are those of a rank in its TP group, not of its part alone
+    # True if saved bytes are those of a rank in its TP group, not of a shard measured alone
     grouped: bool = False
 
 
@@ -80,12 +79,12 @@ def known_parts(
     running: Mapping[int, Mapping[str, Running]],
     hidden: Mapping[int, Mapping[str, Hidden]],
 ) -> dict[str, Part]:
-    """What is known of every kind of layer of a module without its times.
+    """Collect everything but the times for every kind of layer of a module.
 
     Args:
-        shards: by TP size (1 among them) and kind, one rank's part of a layer.
-        running: by TP size and kind, what a rank holds and sends (`footprints.running`).
-        hidden: by TP size and kind, what overlapping messages save, where it is known.
+        shards: by TP size (1 among them) and kind, one rank's shard of a layer.
+        running: by TP size and kind, memory and messages of a rank (`footprints.running`).
+        hidden: by TP size and kind, the time that overlapping messages saves, where it is known.
     """
     return {
         kind: Part(
@@ -106,8 +105,11 @@ def known_parts(
 
 
 def _trained_parameters(layer: PipelineLayer) -> int | None:
-    """How many of a layer's numbers are trained where that is some only: where its module has
-    adapters, or it has tables that are never trained."""
+    """Return how many parameters of a layer are trained, or None if all or none are.
+
+    Only some are trained where the layer's module has adapters or the layer has tables that are
+    never trained.
+    """
     sizes = {path: weight.numel() for path, weight in layer.named_parameters()}
     trained = sum(size for path, size in sizes.items() if layer.trains(path))
     partly = not layer.frozen and trained != sum(sizes.values())
@@ -115,8 +117,10 @@ def _trained_parameters(layer: PipelineLayer) -> int | None:
 
 
 def frozen_projection(layer: PipelineLayer) -> bool:
-    """Whether the projection behind an attention that ranks may share is never trained and has no
-    adapter: of a layer's row-parallel linears the first."""
+    """Return True if the projection of an attention that CP ranks may share is never trained.
+
+    Then it has no adapter either. The projection is the first of the layer's row-parallel linears.
+    """
     return layer.exchanged is not None and not any(
         layer.trains(path)
         for path, _ in layer.named_parameters()
@@ -132,11 +136,11 @@ def module_profile(
     trained: Mapping[int, Series],
     frozen: Mapping[int, Series],
 ) -> ModuleProfile:
-    """Fit everything known of a module.
+    """Fit all measurements of a module into its part of the profile.
 
     Args:
         known: by kind of layer.
-        trained, frozen: by TP size, the same ones.
+        trained, frozen: by TP size, with the same TP sizes in both.
     """
     data, value_bytes = setting.data, setting.value_bytes
     layers = [layer for layer in setting.table if layer.module == name]
@@ -197,7 +201,7 @@ def module_profile(
 
 
 def _side_branches(layers: Sequence[LayerInfo]) -> list[int]:
-    """Layers before the module's last one that no later layer of it reads."""
+    """Return the layers, except the module's last, whose outputs no later layer of it reads."""
     read: set[str] = set()
     side: list[int] = []
     for index in range(len(layers) - 1, -1, -1):
@@ -209,7 +213,7 @@ def _side_branches(layers: Sequence[LayerInfo]) -> list[int]:
 
 
 def message_ms(links: LinkTimes, messages: Messages, *, tp: int) -> Polynomial:
-    """Time of a layer's collectives in one pass: latencies, and bytes over the bandwidth."""
+    """Return the time of a layer's collectives in one pass: latencies, and bytes / bandwidth."""
     terms = []
     for operation, count in messages.counts.items():
         latency_s = COLLECTIVES[operation](links, 0.0, tp)
@@ -222,7 +226,7 @@ def message_ms(links: LinkTimes, messages: Messages, *, tp: int) -> Polynomial:
 
 
 def sent_bytes(messages: Messages, *, tp: int) -> Polynomial:
-    """Bytes of a layer's collectives in one pass over the link of one rank, in rings."""
+    """Return the bytes that a layer's collectives in one pass put on one rank's link, in rings."""
     return combine(
         *(
             (1.0 if operation == "pass" else ring_bytes(operation, 1.0, tp), size)
@@ -244,15 +248,16 @@ def _shard(
     *,
     tp: int,
 ) -> LayerShard:
-    """One rank's part of a kind of layer.
+    """Fit one rank's TP shard of a kind of layer.
 
     Args:
         input_size: bytes of the rank's input.
         batch_size: bytes that it reads of a slot's inputs.
-        divides: take it that a TP group divides all that the whole layer keeps: inside attention
-            and MLP by heads and width, between them by rows (Korthikanti et al. 2022, arXiv
-            2205.05198, section 4.2). A part measured alone keeps whole rows.
-        later: share of what gradients of weights take that the weights' part of a backward has.
+        divides: assume that a TP group divides all saved activations of the unsharded layer: inside
+            attention and MLP by heads and width, between them by rows (Korthikanti et al. 2022,
+            arXiv 2205.05198, section 4.2). A shard measured alone keeps all rows.
+        later: share of the time of the weight gradients that may be deferred (W of a split
+            backward).
     """
     running = known.running[tp]
     passes: dict[Pass, Messages] = {
@@ -299,7 +304,7 @@ def _shard(
 
 
 def _later_share(flops: LayerFlops, work: Work) -> float:
-    """Of the FLOPs of all gradients of weights, those that may be computed later."""
+    """Return the share of the weight gradients' FLOPs that may be deferred (split backward)."""
     all_of_weights = flops.backward(work) - flops.backward_input(work)
     return flops.weights(work) / all_of_weights if all_of_weights else 0.0
 
@@ -309,7 +314,7 @@ def _kept(series: Series, part: str) -> Polynomial:
 
 
 def _time(works: Sequence[Work], times_ms: Floats, messages: Polynomial) -> Polynomial:
-    """Fitted compute and the messages that go with it; a pass that does not exist sends none."""
+    """Return fitted compute plus its messages; a pass that does not exist sends none."""
     compute = fit(works, times_ms)
     return compute if compute == NOTHING else combine((1.0, compute), (1.0, messages))
 
@@ -323,7 +328,10 @@ def _module_time(
     *,
     tp: int,
 ) -> ModuleTime:
-    """Mean over the sequences, each run alone; one without work takes no time, not the base."""
+    """Return mean times over the sequences, each run alone.
+
+    A sequence without work for the module takes no time, not the polynomial's base.
+    """
 
     def mean_ms(times: list[Polynomial]) -> float:
         return sum(time(mean) - idle * time.base for time in times)

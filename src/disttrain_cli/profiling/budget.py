@@ -1,5 +1,4 @@
-"""How long `disttrain profile` measures: CPU time of all its processes together on a CPU, wall time
-on GPUs.
+"""Time budget of `disttrain profile`: CPU time of all its processes on a CPU, wall time on GPUs.
 
 Reading the data is not part of it: the index is built once and serves every later command.
 """
@@ -14,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 CPU_S = 30.0
-#: On a CPU a profile takes no more than this share of the training that it is for, where that is
+#: On a CPU, largest share of the planned training's CPU time that a profile takes, where that is
 #: above `LEAST_S`.
 TRAINING_SHARE = 0.1
 LEAST_S = 5.0
@@ -22,19 +21,21 @@ CUDA_S = 180.0
 
 
 class Meter:
-    """What a profile has spent since this was made, on the clock of a kind of device: CPU time of
-    this process and of its children that have ended, or wall time."""
+    """Time that a profile has spent since this object was created, by kind of device.
+
+    On a CPU: CPU time of this process and of its children that have ended; on GPUs: wall time.
+    """
 
     def __init__(self) -> None:
         self._began_s = self._now()
 
     def read_s(self, kind: str) -> float:
-        """Seconds so far, for "cpu" or "cuda"."""
+        """Return the seconds so far, for "cpu" or "cuda"."""
         return self._now()[kind] - self._began_s[kind]
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
-        """Leave out what is spent inside."""
+        """Exclude the time spent inside the context."""
         begin_s = self._now()
         yield
         self._began_s = {
@@ -47,13 +48,13 @@ class Meter:
 
 
 def cpu_budget_s(training_s: float) -> float:
-    """Budget of a profile for a training of so much CPU time."""
+    """Return the budget of a profile for a training that takes this much CPU time."""
     return min(CPU_S, max(LEAST_S, TRAINING_SHARE * training_s))
 
 
 @dataclass
 class Budget:
-    """The budget as one of the measuring processes sees it, all of which spend alike."""
+    """The budget as seen by one of the measuring processes, which all spend at the same rate."""
 
     limit_s: float  # of all processes together
     before_s: float  # spent when this process's clock shows 0
@@ -62,7 +63,7 @@ class Budget:
 
     @classmethod
     def of(cls, payload: Mapping[str, Any], processes: int) -> Budget:
-        """Of a worker's payload (`worker.main`)."""
+        """Create the budget from a worker's payload (`worker.main`)."""
         limit_s, before_s = float(payload["budget_s"]), float(payload["before_s"])
         if payload["device"] == "cpu":
             return cls(limit_s, before_s, processes, time.process_time)
@@ -70,7 +71,7 @@ class Budget:
 
     @property
     def spent_s(self) -> float:
-        """Seconds that all processes have spent, taking it that the others did as this one."""
+        """Seconds that all processes have spent, assuming that each spent as much as this one."""
         return self.before_s + self.processes * self.clock()
 
     @property
@@ -81,18 +82,20 @@ class Budget:
 
 @dataclass
 class Rate:
-    """How long measurements take by their FLOPs, from the largest so far: smaller ones have more
-    overhead per FLOP, so that one larger than all is expected to take too long rather than too
-    short."""
+    """Time of measurements by their FLOPs, extrapolated from the largest so far.
+
+    Smaller measurements have more overhead per FLOP, so a measurement larger than all before is
+    expected to take too long rather than too short.
+    """
 
     flops: float = 0.0
     took_s: float = 0.0
 
     def see(self, flops: float, took_s: float) -> None:
-        """Take in a measurement."""
+        """Record a measurement."""
         if flops >= self.flops:
             self.flops, self.took_s = flops, took_s
 
     def expected_s(self, flops: float) -> float:
-        """0 where nothing was measured yet."""
+        """Return the expected time, or 0 where nothing was measured yet."""
         return self.took_s * flops / self.flops if self.flops else 0.0

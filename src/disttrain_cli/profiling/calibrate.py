@@ -1,9 +1,8 @@
-"""`disttrain profile --calibrate`: the profile that a run had, corrected by what the run's traces
-show.
+"""`disttrain profile --calibrate`: correct a run's profile by the run's own traces.
 
-Nothing is measured again. Layers, links and optimizer get factors on the terms that the profile
-has; data that have drifted take the place of the profile's. The result is a profile like any other:
-plan with it.
+Nothing is measured again. Layers, links and optimizer get factors on the terms of the profile's
+cost models; data statistics that have drifted replace the profile's. The result is a profile like
+any other: plan with it.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from disttrain_cli.spec.runfile import Run
 from disttrain_cli.spec.trace import Job
 from disttrain_cli.spec.work import Work
 
-#: A stage that takes longer by more than so much than its layers explain is named.
+#: Percent by which a stage exceeds the time that its layers explain before it is reported.
 STAGE_PCT = 3.0
 RECORD = f"Record a run with: {call('train')}"
 
@@ -49,7 +48,7 @@ class Change(Strict):
 
 @dataclass(frozen=True)
 class Calibration:
-    """The corrected profile, what changed, and what a reader must know."""
+    """The corrected profile, the changes, and notes for the reader."""
 
     profile: Profile
     changes: list[Change]
@@ -105,7 +104,7 @@ def calibrate(paths: list[Path], run: Run) -> Calibration:
 
 
 def _job(database: Database, paths: list[Path], run: Run) -> Job:
-    """The job, if its profile can be corrected."""
+    """Return the job, or raise if its profile cannot be corrected."""
     if database.job is None or not database.stages:
         raise DataError(
             f"The trace in {paths[0]} does not say what was run",
@@ -158,7 +157,7 @@ def _of_layers(one: Corrected) -> Change:
 
 
 def _strange(one: Corrected, database: Database) -> Iterator[str]:
-    """What of a module's times is not the layers'."""
+    """Yield notes on slow ranks and on stages whose time the layers' costs do not explain."""
     if one.slow_ranks:
         ranks = ", ".join(map(str, one.slow_ranks))
         yield (
@@ -187,11 +186,11 @@ def _of_measure(one: Measure) -> Change:
 
 
 def _with_module_times(profile: Profile) -> Profile:
-    """The mean times of whole modules as the layers and the data now have them."""
+    """Recompute the mean times of modules from the corrected layers and data."""
     work = sizes_of_sample(profile.data.sample).work(profile.inputs)
     modules = {}
     for name, module in profile.modules.items():
-        # sequences that bring it no work cost no base
+        # sequences without work for the module do not cost the polynomial's base
         idle = 1.0 - float(np.mean(np.any(work[name] > 0, axis=1)))
 
         def mean_ms(

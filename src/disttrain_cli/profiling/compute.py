@@ -1,15 +1,15 @@
-"""Timing the layers of one module, forward and backward, as a stage of the pipeline would run them.
+"""Timing the layers of one module, forward and backward, as a pipeline stage would run them.
 
 The layers run in order, each on detached inputs, so that the backward of each can be timed alone;
-gradients are handed from layer to layer in reverse and summed where a tensor is read twice (a
+gradients are passed from layer to layer in reverse and summed where a tensor is read twice (a
 U-Net's skips).
 
 On CUDA the clock is a pair of events. On a CPU it is the CPU time of this process: the ranks of a
 run share its cores, and the system switches between them every few milliseconds, which is longer
-than a small layer takes; wall time would show either no other process or a whole turn of one.
-Caches and memory are shared while measuring, so what the others cost there is in the CPU time;
-waiting for a turn is not, and `measure.py` puts it in by the number of processes per core.
-`Slowdown` measures it over the whole time, to be shown beside that number.
+than a small layer takes; wall time would show either no other process or a full time slice of one.
+Caches and memory are shared while measuring, so contention for them is in the CPU time; waiting for
+a core is not, and `measure.py` accounts for it by the number of processes per core. `Slowdown`
+measures it over the whole profile, to be shown next to that number.
 """
 
 from __future__ import annotations
@@ -28,22 +28,24 @@ Result = TypeVar("Result")
 
 
 class Stopwatch:
-    """Times calls on a device; the times are read together, because a GPU runs behind the process
-    that feeds it."""
+    """Timer of calls on a device.
+
+    All times are read at once, because a GPU runs asynchronously to its host process.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
         self._marks: list[tuple[Any, Any]] = []
 
     def time(self, call: Callable[[], Result]) -> Result:
-        """Call, and note when the device began and ended it."""
+        """Call, and record the device's start and end of it."""
         begin = self._mark()
         result = call()
         self._marks.append((begin, self._mark()))
         return result
 
     def read_ms(self) -> list[float]:
-        """Milliseconds of every call since the last reading."""
+        """Return the milliseconds of every call since the last reading."""
         marks, self._marks = self._marks, []
         if self._cuda:
             torch.cuda.synchronize()
@@ -59,8 +61,7 @@ class Stopwatch:
 
 
 class Slowdown:
-    """Wall time over CPU time of this process since it was made: how long it waited for its
-    turn."""
+    """Wall time over CPU time of this process since creation: its waiting for a core."""
 
     def __init__(self) -> None:
         self._wall_ns, self._cpu_ns = time.perf_counter_ns(), time.process_time_ns()
@@ -74,10 +75,10 @@ class Slowdown:
 def run_module(
     layers: Sequence[PipelineLayer], entry: dict[str, Tensor], batch: Batch, stopwatch: Stopwatch
 ) -> list[tuple[float, float]]:
-    """One forward and backward of `layers`; (forward, backward) in ms of each.
+    """Run one forward and backward of `layers` and return (forward, backward) in ms of each.
 
     `entry` holds the state that reaches the first layer. Parameter gradients accumulate, as in
-    training. A layer of which nothing asks for a gradient has no backward.
+    training. A layer of whose outputs none requires a gradient has no backward.
     """
     state = dict(entry)
     inputs: list[dict[str, Tensor]] = []
@@ -116,6 +117,5 @@ def _leaf(tensor: Tensor) -> Tensor:
 
 
 def _gradient(known: Tensor | None, tensor: Tensor) -> Tensor:
-    """What comes back from later layers; outside the module's end, numbers of a gradient's usual
-    size."""
+    """Return the gradient from later layers, or random values of usual size at the module's end."""
     return torch.randn_like(tensor) * 1e-3 if known is None else known

@@ -1,5 +1,4 @@
-"""The data of a profile: index → packing → numbers; the same for a measured device and for one of
-the catalogue."""
+"""Data part of a profile: index, packing, statistics; for measured and catalogue devices alike."""
 
 from __future__ import annotations
 
@@ -52,26 +51,26 @@ SYNTHETIC = "decoding of synthetic JPEG files of the distribution's mean image s
 
 @dataclass(frozen=True)
 class Dataset:
-    """What a profile says of the data, and the sequences it was learnt from."""
+    """Data statistics of a profile, and the sequences that they were computed from."""
 
     epoch: Packing
     drawn: Packing  # the first SEQUENCES of the stream of all epochs
     mean: dict[str, Work]  # by module name: mean work per packed sequence
-    most: dict[str, Work]  # the largest of each amount in one sequence
+    most: dict[str, Work]  # largest value of each amount in one sequence
     idle: dict[str, float]  # share of the sequences that bring a module no work
     profile: DataProfile
     preprocess: PreprocessProfile
-    provenance: dict[str, str]  # what a reader must know of these figures
+    provenance: dict[str, str]  # sources of these figures, where they are not measured
 
 
 def read_dataset(run: Run, inputs: ModelInputs, progress: Progress = silent) -> Dataset:
-    """Take the sample index that is there, or build it, and describe one epoch of packed sequences.
+    """Open or build the sample index, and describe one epoch of packed sequences.
 
     Preprocessing rates are measured on this machine, on the data's own files; for a named
     distribution, which has none, on synthetic JPEG files of its mean image size.
 
     Raises:
-        DataError: the dataset is missing, empty or too damaged, or brings a module no work at all.
+        DataError: the dataset is missing, empty or too damaged, or has no work at all for a module.
         SpecError: the tokenizer does not fit the model, or the distribution is not known.
     """
     index, seed = open_index(run, inputs, progress), run.file.train.seed
@@ -127,9 +126,11 @@ def read_dataset(run: Run, inputs: ModelInputs, progress: Progress = silent) -> 
 
 
 def _to_beat(run: Run, index: Index) -> list[LossToBeat]:
-    """Losses to beat of texts, and of images whose noise, or flow from noise, is predicted: there a
-    prediction of zero costs 1 or more. Nobody has measured its cost where velocities are
-    predicted."""
+    """Return the losses to beat of texts, and of images whose noise or flow is predicted.
+
+    There a prediction of zero costs 1 or more. Its cost where velocities are predicted has not been
+    measured.
+    """
     predicted = {one.noise.prediction for one in read_configs(run).values() if one.noise}
     image = LossToBeat(loss="image", value=1.0, basis="a prediction of zero")
     return [
@@ -139,14 +140,16 @@ def _to_beat(run: Run, index: Index) -> list[LossToBeat]:
 
 
 def _left(phases: Phases, step: int) -> Phases:
-    """Those that are not over at a step; one of no weights where there are none."""
+    """Return the phases that are not over at a step; one without weights where there are none."""
     over = [first for first, _ in phases if first <= step][:-1]
     return phases[len(over) :] or [(0, [])]
 
 
 def _longest(phases: Phases, begin: int, end: int) -> int:
-    """First step of the phase that has the most of the steps `begin` to before `end`, the earliest
-    of several."""
+    """Return the first step of the phase with the most steps from `begin` to before `end`.
+
+    The earliest of several equally long ones.
+    """
     firsts = [first for first, _ in phases]
     lasts = [*firsts[1:], max(end, firsts[-1])]
     return max(
@@ -156,8 +159,7 @@ def _longest(phases: Phases, begin: int, end: int) -> int:
 
 
 def _check_work(run: Run, inputs: ModelInputs, epoch: Packing) -> None:
-    """Refuse data that leaves a module without any work: there would be nothing to measure and
-    nothing to plan."""
+    """Raise DataError if the data leave a module without any work to measure and plan."""
     for head in inputs.heads:
         if len(epoch.items[head.item]):
             continue

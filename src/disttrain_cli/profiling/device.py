@@ -1,8 +1,7 @@
-"""Which device this machine offers, how many, how much memory each has, and how fast it can be at
-best.
+"""The device of this machine: kind, count, memory and peak rate.
 
-The peak of a GPU is its vendor's dense bf16 figure (the hardware catalogue) or what the run file
-states; it is never guessed. The peak of a CPU is the best matrix-product rate of the whole machine,
+The peak of a GPU is its vendor's dense bf16 figure (the hardware catalogue) or the run file's
+value; it is never guessed. The peak of a CPU is the best matrix-product rate of the whole machine,
 measured here, and counted once however many processes share it.
 """
 
@@ -28,7 +27,7 @@ GEMM_SECONDS = 0.5
 
 
 def choose_kind(wanted: str) -> str:
-    """ "cpu" or "cuda" for "auto", "cpu" or "cuda".
+    """Return "cpu" or "cuda" for "auto", "cpu" or "cuda".
 
     Raises:
         DisttrainError: CUDA was asked for and torch sees no CUDA device.
@@ -48,15 +47,19 @@ def choose_kind(wanted: str) -> str:
 
 
 def local_processes(cluster: ClusterSpec, kind: str) -> int:
-    """Processes that a run starts on this machine, one per device: those stated, of GPUs no more
-    than there are."""
+    """Return the number of processes that a run starts on this machine, one per device.
+
+    This is `cluster.gpus_per_node`; on CUDA at most the number of GPUs present.
+    """
     if kind == "cpu":
         return cluster.gpus_per_node
     return min(cluster.gpus_per_node, torch.cuda.device_count())
 
 
 def describe_device(cluster: ClusterSpec, kind: str, precision: Precision) -> DeviceProfile:
-    """Name, count, memory and peak of the device; on a CPU this measures the peak (a few seconds).
+    """Return name, count, memory and peak of the device; on a CPU this measures the peak.
+
+    The measurement takes a few seconds.
 
     Raises:
         SpecError: the peak of this GPU is not known and the run file does not state it.
@@ -88,12 +91,12 @@ def describe_device(cluster: ClusterSpec, kind: str, precision: Precision) -> De
 def gemm_peak_tflops(
     precision: str, cores: int | None = None, seconds: float = GEMM_SECONDS
 ) -> float:
-    """Best rate of matrix products with every core busy, in TFLOP/s; takes about `seconds`.
+    """Measure the best GEMM rate with every core busy, in TFLOP/s; takes about `seconds`.
 
     One thread per core, each timed by its own CPU time, so that other programs on the machine do
     not lower the result; their best rates are summed. Every operand layout is tried, because a CPU
-    without bf16 units runs some of them many times slower; with bf16 the fp32 rate counts too: such
-    a CPU's peak is what it could do.
+    without bf16 units runs some of them many times slower; with bf16 the fp32 rate counts too: the
+    peak is the best that such a CPU could reach.
     """
     dtypes = [torch.float32, torch.bfloat16] if precision == "bf16" else [torch.float32]
     count = cores or machine_cores()
@@ -103,7 +106,7 @@ def gemm_peak_tflops(
 
 
 def _core_rate(dtypes: list[torch.dtype], seconds: float) -> float:
-    """Best FLOP/s of the calling thread over data types, operand layouts and sides."""
+    """Return the best FLOP/s of the calling thread over data types, operand layouts and sides."""
     torch.set_num_threads(1)  # of this thread
     best = 0.0
     tries = [(dtype, layout) for dtype in dtypes for layout in ("nn", "nt", "tn")]
@@ -125,7 +128,7 @@ def _core_rate(dtypes: list[torch.dtype], seconds: float) -> float:
 
 
 def machine_cores() -> int:
-    """Cores this process may use: its affinity, and the container's share where there is one."""
+    """Return the cores this process may use: its affinity, capped by the container's CPU quota."""
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
@@ -136,13 +139,13 @@ def machine_cores() -> int:
 
 
 def machine_memory_gib() -> float:
-    """Memory of the machine, or the container's limit where it is lower."""
+    """Return the memory of the machine, or the container's limit where it is lower."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([total, *(limit for limit, _ in container_limits())]) / GIB
 
 
 def cpu_name() -> str:
-    """Model name of the processor, as the system reports it."""
+    """Return the model name of the processor, as the system reports it."""
     lines = text_of("/proc/cpuinfo").splitlines()
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, "") or platform.processor() or platform.machine()

@@ -1,10 +1,10 @@
-"""Correcting a sum of known terms: a factor ≥ 0 for each, from measurements that hold noise, stalls
-and slow ranks.
+"""Robust fit of a factor ≥ 0 for each of several known terms of a measured sum.
 
-measured = known + Σ factor · term. The common factor of all terms is the median ratio. Deviations
-from it are fitted by reweighted least squares of the relative error (Cauchy's weights: an outlier
-far away counts for nothing), with a ridge towards the common factor as weak as a prior of `SPREAD`:
-what the measurements cannot tell apart keeps the proportions it had.
+measured = known + Σ factor · term. Measurements may contain noise, stalls and slow ranks. The
+common factor of all terms is the median ratio. Deviations from it are fitted by reweighted least
+squares of the relative error (Cauchy's weights: a far outlier counts for nothing), with a ridge
+towards the common factor as weak as a prior of `SPREAD`: terms that the measurements cannot tell
+apart keep their proportions.
 """
 
 from __future__ import annotations
@@ -16,25 +16,26 @@ Floats = NDArray[np.float64]
 
 #: Standard deviation expected of a factor around the common one.
 SPREAD = 0.3
-#: Measurements that count: more of them are of the same few stages, whose errors are not
-#: independent.
+#: Largest effective number of measurements: beyond it they are of the same few stages, whose
+#: errors are not independent.
 ENOUGH = 50
-#: Relative noise of a measurement, at least.
+#: Smallest relative noise assumed of a measurement.
 LEAST_NOISE = 1e-3
-#: No factor makes a term vanish by the median alone.
+#: Smallest common factor: the median alone must not make terms vanish.
 LEAST_FACTOR = 1e-3
-#: Residuals beyond so many standard deviations lose their weight (95 % efficiency on normal noise).
+#: Residuals beyond this many standard deviations lose their weight (95 % efficiency on normal
+#: noise).
 CAUCHY = 2.385
 ROUNDS, GENTLE_ROUNDS = 30, 5
 CLOSE = 1e-7
 
 
 def fit_factors(terms: Floats, measured: Floats, known: Floats | None = None) -> Floats:
-    """Factors [U] of terms [N, U] that add up to what was measured [N].
+    """Fit factors [U] of terms [N, U] that add up to the measurements [N].
 
     Args:
-        terms: what each term adds to each measurement, ≥ 0, with a sum > 0 in every row.
-        known: what is already accounted for of each measurement [N].
+        terms: contribution of each term to each measurement, ≥ 0, with a sum > 0 in every row.
+        known: part of each measurement that is already accounted for [N].
     """
     from scipy.optimize import nnls
 
@@ -69,12 +70,16 @@ def fit_factors(terms: Floats, measured: Floats, known: Floats | None = None) ->
 
 
 def error_pct(predicted: Floats, measured: Floats) -> float:
-    """Mean absolute error in percent of the mean measurement: many alike, whose noise goes both
-    ways."""
+    """Return the mean absolute error in percent of the mean measurement.
+
+    For many similar measurements, whose noise is symmetric.
+    """
     return float(100.0 * np.abs(predicted - measured).sum() / measured.sum())
 
 
 def each_error_pct(predicted: Floats, measured: Floats) -> float:
-    """Mean of the absolute errors in percent of each measurement: few and different, whose noise
-    only adds."""
+    """Return the mean of the absolute errors in percent of each measurement.
+
+    For few and different measurements, whose noise is only additive.
+    """
     return float(100.0 * np.mean(np.abs(predicted - measured) / measured))

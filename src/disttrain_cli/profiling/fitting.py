@@ -1,9 +1,9 @@
-"""From measurements to polynomials in work: non-negative least squares of the relative error.
+"""Fits of polynomials in work to measurements: non-negative least squares of the relative error.
 
 time = base + per_item·items + per_token·tokens + per_length_sq·Σ length², every coefficient ≥ 0. A
 negative cost has no meaning and would let a planner find work that pays for itself; with
-coefficients that cannot be negative, features that move together (an LLM's sequences of one length)
-share the cost instead of cancelling.
+non-negative coefficients, correlated features (an LLM's sequences of one length) share the cost
+instead of cancelling.
 """
 
 from __future__ import annotations
@@ -18,24 +18,26 @@ from disttrain_cli.spec.work import Work
 
 Floats = NDArray[np.float64]
 
-#: Every HELD_OUT-th measurement judges a fit made from the others.
+#: Every HELD_OUT-th measurement is held out to evaluate a fit of the others.
 HELD_OUT = 3
-#: Values below this share of the mean weigh no more than that share would (a relative error of
-#: nothing is no guide).
+#: Values below this share of the mean are weighted as if they were that share (a relative error of
+#: a value near zero is meaningless).
 WEIGHT_FLOOR = 1e-3
-#: Terms that add less than this to every value, relative to it, are rounding errors.
+#: Terms that contribute less than this share of every value are rounding errors.
 NOTHING = 1e-9
 
 
 def features(works: Sequence[Work]) -> Floats:
-    """Rows [1, items, tokens, Σ length²], one per work."""
+    """Return rows [1, items, tokens, Σ length²], one per work."""
     table = np.array(works, dtype=np.float64).reshape(-1, 3)
     return np.hstack([np.ones((len(table), 1)), table])
 
 
 def fit(works: Sequence[Work], values: Sequence[float] | Floats) -> Polynomial:
-    """The polynomial with coefficients ≥ 0 that has the least squared relative error at (works,
-    values ≥ 0)."""
+    """Fit the polynomial with coefficients ≥ 0 and the least squared relative error.
+
+    The values at `works` must be ≥ 0.
+    """
     from scipy.optimize import nnls
 
     measured = np.asarray(values, dtype=np.float64)
@@ -55,16 +57,16 @@ def fit(works: Sequence[Work], values: Sequence[float] | Floats) -> Polynomial:
 
 
 def predict(polynomial: Polynomial, works: Sequence[Work]) -> Floats:
-    """The polynomial at every work."""
+    """Evaluate the polynomial at every work."""
     return np.array([polynomial(work) for work in works])
 
 
 def held_out_error_pct(works: Sequence[Work], series: Sequence[Sequence[float] | Floats]) -> float:
-    """Mean absolute error in percent of the sum of `series`, each fitted without the third that is
-    judged.
+    """Return the mean absolute error in percent of the sum of `series` on held-out measurements.
 
-    The third is taken evenly over the order of tokens, so that it spans the sizes. With fewer than
-    six measurements the fit is judged on what it was made from.
+    Each series is fitted without the held-out third, which is taken evenly over the order of
+    tokens, so that it spans the sizes. With fewer than six measurements the fit is evaluated on the
+    measurements it was made from.
     """
     order = np.argsort([work.tokens for work in works], kind="stable")
     judged = order[1::HELD_OUT] if len(order) >= 2 * HELD_OUT else order

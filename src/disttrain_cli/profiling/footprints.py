@@ -1,7 +1,7 @@
-"""What one rank of a TP group holds and sends in every kind of layer, as polynomials of the work.
+"""Memory and messages of one rank of a TP group per kind of layer, as polynomials of the work.
 
-Recorded on the meta device at the sizes that training has: a loss by chunks and a VAE by groups of
-images hold no more for more of them, which small probes would not show.
+Recorded on the meta device at the sizes of training: a chunked loss and a VAE that runs groups of
+images do not use more memory for more chunks or groups, which small probes would not show.
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ Sizes = dict[str, Any]
 
 @dataclass(frozen=True)
 class Messages:
-    """Collectives of a TP group in one pass of a layer: how many of each operation, and their bytes
-    together."""
+    """Collectives of a TP group in one pass of a layer: count and total bytes of each operation."""
 
     counts: Mapping[Operation, int] = field(default_factory=dict)
     bytes: Mapping[Operation, Polynomial] = field(default_factory=dict)
@@ -43,53 +42,53 @@ class Messages:
 
 @dataclass(frozen=True)
 class Running:
-    """One rank's part of a kind of layer, as it runs."""
+    """Memory and messages of one rank's TP shard of a kind of layer while it runs."""
 
-    # the most beyond what it keeps, in either pass
+    # peak beyond the saved activations, in either pass
     transient_bytes: Polynomial = field(default_factory=Polynomial)
-    # the most in a forward without a backward
+    # peak in a forward without a backward (forward-only layer)
     still_bytes: Polynomial = field(default_factory=Polynomial)
-    # where its weights' part is computed later: what it keeps for that, and the most beyond what it
-    # keeps from the forward until then
+    # with deferred weight gradients (split backward): bytes saved for them, and the peak beyond the
+    # bytes saved from the forward until then
     deferred_bytes: Polynomial = field(default_factory=Polynomial)
     split_transient_bytes: Polynomial = field(default_factory=Polynomial)
-    # the most beyond these where the group's messages travel behind products, in any pass
+    # peak beyond these where the group's messages are overlapped with GEMMs, in any pass
     overlapping_bytes: Polynomial = field(default_factory=Polynomial)
-    # and the group's symmetric memory for them, beside all else
+    # and the group's symmetric memory for them, in addition
     symmetric_bytes: Polynomial = field(default_factory=Polynomial)
-    # the most beyond `transient_bytes`, where it recomputes
+    # peak beyond `transient_bytes`, where it recomputes
     recomputing_bytes: Polynomial = field(default_factory=Polynomial)
     forward: Messages = field(default_factory=Messages)
     backward: Messages = field(default_factory=Messages)
-    backward_input: Messages = field(default_factory=Messages)  # the weights are frozen
+    backward_input: Messages = field(default_factory=Messages)  # with frozen weights
     # a backward that runs the forward again first
     recomputing: Messages = field(default_factory=Messages)
-    # the same where its messages travel behind products
+    # the same where its messages are overlapped with GEMMs
     recomputing_overlapped: Messages = field(default_factory=Messages)
 
 
 @dataclass(frozen=True)
 class Probes:
-    """A module's layers at a few sizes that training has."""
+    """A module's layers at a few sizes of training."""
 
     table: list[LayerInfo]
     inputs: ModelInputs
     dtype: torch.dtype
     batches: list[Batch]
-    works: list[Work]  # what rows depend on
-    layers: list[int]  # the first of each kind, by number in the table
+    works: list[Work]  # amounts that the number of rows depends on
+    layers: list[int]  # the first of each kind, by index in the table
 
     def state(
         self, layer: PipelineLayer, index: int, batch: Batch, *, tp: int
     ) -> dict[str, Tensor]:
-        """What the first rank of a TP group has of what a layer reads."""
+        """Return the tensors that a layer reads, as the first rank of a TP group has them."""
         dtype = next((weight.dtype for weight in layer.parameters()), torch.float32)
         state = state_at(self.table, index, self.inputs, batch, "meta", dtype, tp=tp)
         return {name: tensor for name, tensor in state.items() if name in layer.reads}
 
 
 def probes_of(run: Run, module: str, tps: Sequence[int]) -> Probes:
-    """Raises SpecError where the model's configuration is wrong."""
+    """Create the probes of a module; raises SpecError where the model's configuration is wrong."""
     table, inputs = layer_table(run), describe(run)
     sizes = _sizes(inputs, module, math.lcm(8, *tps))
     return Probes(
@@ -104,7 +103,7 @@ def probes_of(run: Run, module: str, tps: Sequence[int]) -> Probes:
 
 @of_model
 def running(run: Run, module: str, tps: Sequence[int]) -> dict[int, dict[str, Running]]:
-    """By TP size (1 among them) and kind of layer.
+    """Record memory and messages of every kind of layer, by TP size (1 among them) and kind.
 
     Raises:
         SpecError: the model's configuration is wrong.
@@ -128,14 +127,14 @@ def running(run: Run, module: str, tps: Sequence[int]) -> dict[int, dict[str, Ru
 
 
 class _Trained(NamedTuple):
-    """A layer whose weights are trained, at each size."""
+    """Footprints of a layer with trained weights, at each size."""
 
     kept: list[Footprint]
-    recomputed: list[Footprint]  # of a layer by rows
-    split: list[Footprint]  # gradients of weights later
+    recomputed: list[Footprint]  # empty unless the layer shards rows
+    split: list[Footprint]  # deferred weight gradients
 
     def most(self) -> Floats:
-        """Bytes that it holds at most."""
+        """Return the peak bytes of each variant at each size."""
         return np.array([[one.kept_bytes + one.transient_bytes for one in how] for how in self])
 
 
@@ -159,8 +158,10 @@ def _trained(layer: PipelineLayer, index: int, probes: Probes, *, tp: int) -> _T
 def _running(
     layer: PipelineLayer, index: int, probes: Probes, *, tp: int
 ) -> tuple[Running, _Trained]:
-    """A rank's part whose sums are the same whatever is trained or kept, as that of a layer that is
-    not by rows; and what it follows from."""
+    """Record a rank's TP shard as that of a layer without row sharding, and its trained footprints.
+
+    Messages of such a layer are the same whatever is trained or recomputed.
+    """
     layer.ask_for_gradients(False)
     with torch.no_grad():
         still = _recorded(layer, index, probes, tp=tp)
@@ -184,8 +185,11 @@ def _running(
 
 
 def _shared(layer: PipelineLayer, index: int, probes: Probes, run: Run, *, tp: int) -> Running:
-    """A rank's part of a layer by rows, also with messages behind products where it has such: round
-    a ring or through symmetric memory."""
+    """Record a rank's TP shard of a layer that shards rows (sequence parallel).
+
+    Where the layer can overlap its messages with GEMMs, both ways are recorded: round a ring and
+    through symmetric memory.
+    """
     layer.ask_for_gradients(False)
     frozen = _recorded(layer, index, probes, tp=tp)
     running, trained = _running(layer, index, probes, tp=tp)
@@ -215,7 +219,7 @@ def _shared(layer: PipelineLayer, index: int, probes: Probes, run: Run, *, tp: i
 
 
 def _messages(works: Sequence[Work], sent: Sequence[Sequence[Message]]) -> Messages:
-    """What was sent at each of these works."""
+    """Fit the messages that were recorded at each of these works."""
     counts = Counter(message.operation for message in sent[-1])
     return Messages(
         dict(counts),
@@ -233,8 +237,7 @@ def _messages(works: Sequence[Work], sent: Sequence[Sequence[Message]]) -> Messa
 
 
 def _sizes(inputs: ModelInputs, module: str, items: int) -> list[Sizes]:
-    """As many sizes as there are amounts that a layer's rows depend on; `items` of whatever divide
-    evenly."""
+    """Return one size per amount that a layer's rows depend on, in multiples of `items`."""
     head = inputs.head(module)
     if head is None:
         return [{"documents": [[inputs.sequence_length]] * sequences} for sequences in (1, 2)]
@@ -248,7 +251,9 @@ def _sizes(inputs: ModelInputs, module: str, items: int) -> list[Sizes]:
 
 
 def _rows_alone(inputs: ModelInputs, module: str, size: Sizes) -> Work:
-    """The work of a size that rows depend on: a sequence's padding is rows too, and lengths make
-    none."""
+    """Return the part of a size's work that the number of rows depends on.
+
+    A sequence's padding is rows too, and document lengths do not change the number of rows.
+    """
     work, head = probe_work(inputs, module, **size), inputs.head(module)
     return Work(work.items) if head is None or head.alike else Work(work.items, work.tokens)

@@ -1,10 +1,11 @@
-"""How much less a layer takes where its TP group's messages travel behind products: the same passes
-with and without overlap, as a device runs them by the hardware catalogue's curves.
+"""Time that a layer saves where its TP group's messages are overlapped with GEMMs.
 
-What products in chunks lose (weights read and kernels launched once per chunk) is in the kernels
-that are counted. Not counted: what messages under way take from kernels beside them (cores that
-copy, bandwidth of the memory). A group that sends through symmetric memory (`models.symmetric`) has
-the ring's price: the same chunks, which copy engines move in the place of NCCL's kernels.
+The same passes with and without overlap are compared, as a device runs them by the hardware
+catalogue's curves. The loss of chunked GEMMs (weights read and kernels launched once per chunk) is
+in the kernels that are counted. Not counted: the slowdown of concurrent kernels by messages in
+flight (SMs that copy, memory bandwidth). A group that sends through symmetric memory
+(`models.symmetric`) has the ring's price: the same chunks, moved by copy engines instead of NCCL's
+kernels.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from disttrain_cli.spec.work import Work
 
 #: Events of a pass → ms.
 Duration = Callable[[Sequence[Event]], float]
-#: By pass, what happens at each probe.
+#: By pass, the events at each probe.
 Passes = dict[HidingPass, list[list[Event]]]
 
 
@@ -42,8 +43,9 @@ def hidden(
     precision: Precision,
     links: LinkTimes,
 ) -> dict[int, dict[str, Hidden]]:
-    """By TP size above 1 and kind of layer, what each pass of a rank takes less; kinds that cannot
-    overlap are left out.
+    """Return the time that overlap saves in each pass of a rank, by TP size and kind of layer.
+
+    TP size 1 and kinds that cannot overlap are left out.
 
     Args:
         links: of a TP group.
@@ -70,8 +72,10 @@ def hidden(
 def _events(
     run: Run, module: str, tps: Sequence[int]
 ) -> tuple[list[Work], dict[int, dict[str, tuple[Passes, Passes]]]]:
-    """The works of all probes, and by TP size above 1 and kind of layer that can overlap, what
-    happens in each pass at each of them, with overlap and without."""
+    """Return the works of all probes, and the events of each pass with overlap and without.
+
+    Events are by TP size above 1 and kind of layer that can overlap.
+    """
     probes = probes_of(run, module, tps)
     found: dict[int, dict[str, tuple[Passes, Passes]]] = {}
     for tp in (tp for tp in tps if tp > 1):
@@ -84,7 +88,7 @@ def _events(
 
 
 def on_device(device: Device, precision: Precision, links: LinkTimes, *, tp: int) -> Duration:
-    """Time of a pass on a device of the catalogue, one of `tp` in a group."""
+    """Return a function that times a pass on one of the `tp` devices of a group."""
     return lambda events: duration_ms(
         events,
         lambda work: kernels_ms(device, precision, work),
@@ -97,8 +101,11 @@ def duration_ms(
     kernels: Callable[[KernelWork], float],
     messages: Callable[[Message], float],
 ) -> float:
-    """Time of a pass on a device that runs kernels one after the other and messages one after the
-    other beside them, and waits for messages where the pass does."""
+    """Return the time of a pass on a device with one queue of kernels and one of messages.
+
+    Each queue is serial; the two run concurrently, and kernels wait for messages where the pass
+    waits.
+    """
     now = travelled = 0.0
     arrived: dict[int, float] = {}
     for event in events:
@@ -113,7 +120,7 @@ def duration_ms(
 
 
 def message_ms(message: Message, links: LinkTimes, *, tp: int) -> float:
-    """Time of one message of a TP group."""
+    """Return the time of one message of a TP group."""
     if message.operation == "pass":
         return 1e3 * p2p_s(links, message.bytes)
     return 1e3 * COLLECTIVES[message.operation](links, message.bytes, tp)
@@ -122,6 +129,7 @@ def message_ms(message: Message, links: LinkTimes, *, tp: int) -> float:
 def times_ms(
     run: Run, probes: Probes, index: int, overlap: bool, duration: Duration, *, tp: int
 ) -> dict[HidingPass, list[float]]:
+<<<<<<< HEAD
     """By pass, times at each probe."""
     found = passes(run, probes, index, overlap, tp=tp)
     return {name: list(map(duration, each)) for name, each in found.items()}
@@ -130,6 +138,16 @@ def times_ms(
 def passes(run: Run, probes: Probes, index: int, overlap: bool, *, tp: int) -> Passes:
     """Events of a layer; none where it does not overlap though it is asked to."""
     layer = joined_shard(run, probes, index, overlap, tp=tp)
+=======
+    """Return times at each probe, by pass."""
+    found = passes(run, probes, index, tp, overlap)
+    return {name: list(map(duration, each)) for name, each in found.items()}
+
+
+def passes(run: Run, probes: Probes, index: int, tp: int, overlap: bool) -> Passes:
+    """Record the events of a layer; none where `overlap` is requested and it cannot overlap."""
+    layer = joined_shard(run, probes, index, tp, overlap)
+>>>>>>> p-commands
     events: Passes = {}
     if layer.group is None or layer.group.overlap != overlap:
         return events
@@ -152,7 +170,7 @@ def passes(run: Run, probes: Probes, index: int, overlap: bool, *, tp: int) -> P
 
 
 def joined_shard(run: Run, probes: Probes, index: int, overlap: bool, *, tp: int) -> PipelineLayer:
-    """The first rank's part of a layer on the meta device, in its group."""
+    """Build the first rank's TP shard of a layer on the meta device, in its group."""
     layer = build_layers(run, index, index + 1, "meta", probes.dtype, tp=tp)[0]
     join(layer, Noted(size=tp, overlap=overlap))
     return layer
@@ -163,8 +181,10 @@ def _freeze(layer: PipelineLayer, frozen: bool) -> None:
 
 
 def _through(works: Sequence[Work], values: np.typing.NDArray[np.float64]) -> Polynomial:
-    """The polynomial with these values at these works, as many as it has terms; below zero where
-    nothing is gained."""
+    """Return the polynomial with these values at these works, as many as it has terms.
+
+    Values are below zero where overlap saves nothing.
+    """
     rows = features(works)
     scale = np.maximum(np.abs(rows).max(axis=0), 1.0)
     found, *_ = np.linalg.lstsq(rows / scale, values, rcond=None)

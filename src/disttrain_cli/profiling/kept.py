@@ -1,9 +1,9 @@
-"""Measured layers, in a file beside the profile: an interrupted profile goes on with them, and so
-does the profile of a cluster of another size.
+"""Measured layers, in a file next to the profile, from which later profiles resume.
 
-A record is one draw of one variant (module, TP size, frozen or not). The file's key is a
-fingerprint of everything that records depend on; a file with another key is ignored, and so is one
-whose profile was completed for the same cluster: profiling again measures again.
+An interrupted profile resumes from it, and so does the profile of a cluster of another size. A
+record is one draw of one variant (module, TP size, frozen or not). The file's key is a fingerprint
+of everything that records depend on; a file with another key is ignored, and so is one whose
+profile was completed for the same cluster: profiling again measures again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from disttrain_cli.spec.whole import write_whole
 
 
 class Record(TypedDict):
-    """What was measured of one draw; by kind of layer."""
+    """Measurements of one draw, by kind of layer."""
 
     times: dict[str, list[list[float]]]  # (forward, backward) in ms of every pass
     kept_bytes: dict[str, float]  # from forward to backward; empty where it was not counted
@@ -32,12 +32,12 @@ def record_name(module: str, frozen: bool, draw: int, *, tp: int) -> str:
 
 
 def kept_path(run: Run) -> Path:
-    """The file beside the profile."""
+    """Return the path of the file next to the profile."""
     return run.dir.root / "profile.layers.json"
 
 
 def load(path: Path, key: str, cluster: dict[str, Any]) -> Records:
-    """The records with this key that an interrupted profile or one of another cluster has left."""
+    """Return the records with this key from an interrupted profile or one of another cluster."""
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
         usable = stored["key"] == key and stored["completed_for"] != cluster
@@ -49,6 +49,9 @@ def load(path: Path, key: str, cluster: dict[str, Any]) -> Records:
 def save(
     path: Path, key: str, records: Records, completed_for: dict[str, Any] | None = None
 ) -> None:
-    """Write the file, whole or not at all, once the profile is complete with its cluster; raises
-    SpecError where its folder cannot be written."""
+    """Write the file atomically; `completed_for` is the cluster of a complete profile.
+
+    Raises:
+        SpecError: its folder cannot be written.
+    """
     write_whole(path, json.dumps({"key": key, "completed_for": completed_for, "records": records}))

@@ -1,9 +1,9 @@
-"""Times of layers corrected by the rows of a trace: factors on the terms that the profile has.
+"""Correction of layer times by the rows of a trace: factors on the terms of the profile.
 
-A row is a module on one stage in one slot: forward, backward or weights' part. Its time is linear
-in the profile's coefficients, so a column of the equations is what `costs.layout.stages_of` makes
-of a profile whose other times are all 0: what is frozen, recomputed or divided over a TP group
-needs no rules here.
+A row is a module on one stage in one slot: forward, backward or deferred weight gradients. Its time
+is linear in the profile's coefficients, so a column of the equations is the result of
+`costs.layout.stages_of` for a profile whose other times are all 0: frozen, recomputed and
+TP-sharded layers need no special rules here.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from disttrain_cli.spec.trace import COMPUTE, Job
 
 #: Rows of one module and direction that are read, spread over steps, ranks and slots.
 MOST_ROWS = 20_000
-#: A rank is slow, and left out, where it takes more than so many times what a middling replica of
-#: its stage takes.
+#: A rank is slow, and left out, where it takes more than this many times the (lower) median
+#: replica of its stage.
 SLOW = 1.1
 TERMS = tuple(Polynomial.model_fields)
-#: By operation; a backward with a weights' part of its own is without it.
+#: Operation of each time; a split backward excludes the deferred weight gradients.
 TIMES = {
     "forward_ms": "forward",
     "backward_ms": "backward",
     "backward_input_ms": "backward",
     "weight_ms": "weights",
 }
-#: By pass in which messages hide, the time that it is a part of; of all others the backward's.
+#: By pass in which messages are overlapped, the time that it is part of; the backward's for others.
 HIDING = {"forward": "forward_ms", "backward_input": "backward_input_ms"}
 NOTHING = Polynomial()
 # module, kind, TP, time, polynomial → polynomial
@@ -53,7 +53,7 @@ ORDER BY step, rank, slot
 
 @dataclass(frozen=True)
 class Corrected:
-    """What a direction of a module turned out to take."""
+    """Corrected time of one direction of a module."""
 
     module: str
     operation: str
@@ -63,13 +63,13 @@ class Corrected:
     error_before_pct: float
     error_after_pct: float
     slow_ranks: list[int]  # left out
-    # by number of a stage, how much longer it takes than its layers now explain
+    # by stage number, percent by which it exceeds the time that its layers now explain
     stages_pct: dict[int, float]
 
 
 @dataclass(frozen=True)
 class _Column:
-    """What one time of a kind of layer adds to the rows of every stage, by term [S, 4]."""
+    """Contribution of one time of a kind of layer to the rows of every stage, by term [S, 4]."""
 
     kind: str
     time: str
@@ -78,12 +78,12 @@ class _Column:
 
 @dataclass(frozen=True)
 class _Rows:
-    """Computing of one module in one operation, as recorded."""
+    """Recorded compute of one module in one operation."""
 
-    stage: NDArray[np.int64]  # [N] number through the whole pipeline
+    stage: NDArray[np.int64]  # [N] index in the whole pipeline
     rank: NDArray[np.int64]
     work: Floats  # [N, 4] 1, items, tokens, Σ length²
-    measured_ms: Floats  # as on a device of its own
+    measured_ms: Floats  # as on an unshared device
 
     def __len__(self) -> int:
         return len(self.stage)
@@ -95,11 +95,11 @@ class _Rows:
 
 
 def correct_layers(database: Database, job: Job) -> tuple[Profile, list[Corrected]]:
-    """The job's profile with times of layers as the trace has them, and what changed by module and
-    direction.
+    """Correct the job's profile by the trace's layer times; also return the changes.
 
-    What the run does not use (other TP sizes, gradients of inputs only) follows the mean factor of
-    its direction, or of the forward where the run has no backward of the module.
+    Changes are by module and direction. Times that the run does not use (other TP sizes, gradients
+    of inputs only) follow the mean factor of their direction, or of the forward where the run has
+    no backward of the module.
     """
     known: dict[tuple[str, ...], Floats] = {}  # (module, kind, TP, time) → factors of the terms
     means: dict[tuple[str, str], float] = {}
@@ -148,8 +148,11 @@ def _correct(
     factors: dict[tuple[str, str], Floats],
     rows: _Rows,
 ) -> Corrected | None:
-    """Fit one direction and add its factors; those of the forward are known where the backward
-    recomputes it, and what CP groups exchange is left as the links have it."""
+    """Fit one direction and add its factors to `factors`.
+
+    Those of the forward are known where the backward recomputes it, and the CP groups' exchanges
+    keep the time that the links have.
+    """
     of_operation = [column for column in columns if TIMES[column.time] == operation]
     others = [
         column
@@ -192,13 +195,13 @@ def _correct(
 
 
 def _terms(columns: list[_Column], operation: str, rows: _Rows) -> Floats:
-    """[N, 4 · columns] ms that each term adds to each row."""
+    """Return [N, 4 · columns] ms that each term adds to each row."""
     blocks = [column.adds[operation][rows.stage] * rows.work for column in columns]
     return np.hstack(blocks) if blocks else np.zeros((len(rows), 0))
 
 
 def _slow_ranks(rows: _Rows, expected_ms: Floats) -> list[int]:
-    """Ranks far slower on the same work than the lower median of the replicas of their stage."""
+    """Return ranks far slower on the same work than the lower median of their stage's replicas."""
     slow: list[int] = []
     for stage in np.unique(rows.stage):
         ranks = np.unique(rows.rank[rows.stage == stage])
@@ -210,7 +213,7 @@ def _slow_ranks(rows: _Rows, expected_ms: Floats) -> list[int]:
 
 
 def _columns(job: Job, module: str) -> list[_Column]:
-    """One for every time of every kind of a module's layers at the TP size of its unit."""
+    """Return one column per time of every kind of a module's layers at the TP size of its unit."""
     unit = job.layout.unit_of(module)
     tp, columns = str(unit.tp_of(module)), []
     split = any(delay is not None for delay in unit.weight_delay or ())
@@ -228,13 +231,15 @@ def _columns(job: Job, module: str) -> list[_Column]:
 
 
 def _exchanged(job: Job, module: str) -> dict[str, Floats]:
-    """By operation, what the exchanges of CP groups, and of TP groups that items are dealt out
-    over, add to the rows of every stage, by term."""
+    """Return the contribution of exchanges to the rows of every stage, by operation and term.
+
+    Exchanges are those of CP groups, and of TP groups over which items are distributed.
+    """
     return _adds(_retimed(job.profile, _only_at(set())), job, module)
 
 
 def _adds(profile: Profile, job: Job, module: str) -> dict[str, Floats]:
-    """By operation, what such a profile says of the rows of every stage, by term [S, 4]."""
+    """Return a profile's contribution to the rows of every stage, by operation and term [S, 4]."""
     stages = stages_of(profile, job.layout)
     adds = {operation: np.zeros((len(stages), len(TERMS))) for operation in COMPUTE}
     for number, stage in enumerate(stages):
@@ -246,7 +251,7 @@ def _adds(profile: Profile, job: Job, module: str) -> dict[str, Floats]:
 
 
 def _without_heads(profile: Profile) -> Profile:
-    """The profile without what CP groups exchange."""
+    """Return the profile without the exchanges of CP groups."""
     modules = {
         name: module.model_copy(
             update={
@@ -262,13 +267,13 @@ def _without_heads(profile: Profile) -> Profile:
 
 
 def _times(shard: LayerShard) -> dict[str, Polynomial]:
-    """The times of a layer by name, the weights' part apart."""
+    """Return the times of a layer by name; backward_ms without the deferrable weight gradients."""
     rest_ms = combine((1.0, shard.backward_ms), (-1.0, shard.weight_ms))
     return {time: getattr(shard, time) for time in TIMES} | {"backward_ms": rest_ms}
 
 
 def _only_at(keys: set[tuple[str, str, str, str]]) -> Change:
-    """Leave these times as they are, and nothing else."""
+    """Return a change that keeps these times and sets all others to zero."""
 
     def change(module: str, kind: str, tp: str, time: str, polynomial: Polynomial) -> Polynomial:
         return polynomial if (module, kind, tp, time) in keys else NOTHING
@@ -277,8 +282,12 @@ def _only_at(keys: set[tuple[str, str, str, str]]) -> Change:
 
 
 def _retimed(profile: Profile, change: Change) -> Profile:
-    """The profile with each time of a layer, the weights' part apart, replaced: change(module,
-    kind, TP, time, polynomial). What a pass hides changes as its time does."""
+    """Return the profile with each time of a layer changed by `change`.
+
+    It is called as change(module, kind, TP, time, polynomial). Deferrable weight gradients are a
+    time of their own, so the backward is passed without them. The overlapped time of a pass changes
+    as the pass's time does.
+    """
     modules = {}
     for name, module in profile.modules.items():
         costs = {}
@@ -303,8 +312,7 @@ def _retimed(profile: Profile, change: Change) -> Profile:
 
 
 def _read(database: Database, job: Job, module: str, operation: str) -> _Rows:
-    """Rows of measured steps; on a CPU whose ranks share cores, as if each had a device of its
-    own."""
+    """Read the rows of measured steps, rescaled to unshared devices where CPU ranks share cores."""
     llm = job.profile.modules[module].kind == "llm"
     columns = database.connection.execute(
         ROWS, {"llm": llm, "module": module, "operation": operation, "most": MOST_ROWS}
@@ -327,14 +335,14 @@ def _read(database: Database, job: Job, module: str, operation: str) -> _Rows:
         columns["duration_ns"] / 1e6 / _sharing(job, module),
     )
     chosen = (index >= 0) & amounts.any(axis=1)
-    # the first may wait for weights, but may be the only one
+    # the first forward may wait for weights, but must stay where it is the only one
     if job.layout.overlap and operation == "forward" and job.layout.microbatches > 1:
         chosen &= columns["slot"] > 0
     return rows.take(chosen)
 
 
 def _sharing(job: Job, module: str) -> float:
-    """How much longer the run's passes take than on devices of their own."""
+    """Return the slowdown of the run's passes from sharing cores."""
     unit = job.layout.unit_of(module).name
     planned = [time.sharing for time in job.predicted.units if time.unit == unit]
     return planned[0] if planned and shares_cores(job) else 1.0

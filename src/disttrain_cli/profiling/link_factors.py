@@ -1,8 +1,9 @@
-"""Links and optimizer corrected by a trace: transfers without waiting, reductions, optimizer steps.
+"""Correction of links and optimizer by a trace: transfers, reductions, optimizer steps.
 
-As with layers, what a run cannot tell apart (latency and bandwidth, where all messages are alike)
-changes by one common factor. A link that the run did not use stays as it was, and so does one whose
-measured times no figures explain better: those of hosts too busy to take part in time.
+Transfers are measured without waiting. As with layers, terms that a run cannot tell apart (latency
+and bandwidth, where all messages have one size) change by one common factor. A link that the run
+did not use stays unchanged, and so does one whose measured times no figures explain better: those
+of hosts too busy to serve it in time.
 """
 
 from __future__ import annotations
@@ -40,14 +41,14 @@ class Measure:
     where: str
     before: float
     after: float
-    rows: int  # cuts either way, or stages
+    rows: int  # cuts, once per direction, or stages
     error_before_pct: float  # of their times
     error_after_pct: float
 
 
 @dataclass(frozen=True)
 class _Sample:
-    """Seconds of a message as the profile has them, and as measured."""
+    """Seconds of a message by the profile, and as measured."""
 
     inside: bool  # of a node
     latency_s: float
@@ -56,7 +57,10 @@ class _Sample:
 
 
 def correct_links(database: Database, job: Job, profile: Profile) -> tuple[Profile, list[Measure]]:
-    """`profile` with the links of the job's profile as the trace has them, and what changed."""
+    """Replace the links in `profile` by the trace's; also return the changes.
+
+    The starting point is the links of the job's profile.
+    """
     changed: list[Measure] = []
     for name, samples in (
         ("p2p", _transfers(database, job)),
@@ -73,11 +77,10 @@ def correct_links(database: Database, job: Job, profile: Profile) -> tuple[Profi
 def correct_optimizer(
     database: Database, job: Job, profile: Profile
 ) -> tuple[Profile, list[Measure]]:
-    """`profile` with the optimizer's time per parameter as the trace has it beside the gathering of
-    weights.
+    """Set the optimizer's time per parameter in `profile` by the trace; also return the changes.
 
-    A profile without a time of the optimizer gets one; where the next forwards hide a part of it,
-    it stays as it was.
+    The trace's time excludes the all-gather of weights. A profile without a time of the optimizer
+    gets one; where the next forwards overlap part of it, it stays unchanged.
     """
     if job.layout.overlap:
         return profile, []
@@ -112,7 +115,7 @@ def _with_optimizer(profile: Profile, ns: float) -> Profile:
 def _correct(
     profile: Profile, name: str, inside: bool, samples: list[_Sample]
 ) -> tuple[Profile, list[Measure]]:
-    """Latency and bandwidth of one kind of message."""
+    """Correct latency and bandwidth of one kind of message."""
     terms = np.array([(sample.latency_s, sample.bytes_s) for sample in samples])
     measured_s = np.array([sample.measured_s for sample in samples])
     used = terms.any(axis=0)
@@ -152,7 +155,7 @@ def _without_latency(profile: Profile, name: str) -> Profile:
 
 
 def _transfers(database: Database, job: Job) -> list[_Sample]:
-    """Every cut at which some rank waited, either way."""
+    """Return one sample per cut and direction at which some rank waited."""
     stages = database.stages
     number = {stage.name: index for index, stage in enumerate(stages)}
     cuts = crossings(stages)
@@ -185,7 +188,7 @@ def _transfers(database: Database, job: Job) -> list[_Sample]:
 
 
 def _reductions(database: Database, job: Job) -> list[_Sample]:
-    """Every stage whose replicas reduce gradients; none where passes hide a part of it."""
+    """Return one sample per stage whose replicas reduce gradients; none if passes overlap them."""
     if job.layout.overlap:
         return []
     bare = _without_latency(job.profile, reduction_of(job.layout))
@@ -203,7 +206,7 @@ def _reductions(database: Database, job: Job) -> list[_Sample]:
 
 
 def _updates(database: Database, operation: str) -> list[tuple[CostedStage, float]]:
-    """Stages with the seconds of their reduction or optimizer step, without waiting for others."""
+    """Return stages with the seconds of their reduction or optimizer step, without waiting."""
     measured_ms = {
         (row["unit"], row["stage"]): row["measured_ms"]
         for row in database.query("updates")
@@ -217,12 +220,12 @@ def _updates(database: Database, operation: str) -> list[tuple[CostedStage, floa
 
 
 def _inside(job: Job, ranks: Sequence[int]) -> bool:
-    """Whether messages use the links inside a node; where there is one node only, all do."""
+    """Return True if messages use the links inside a node; with one node only, all do."""
     return job.profile.links.inter_node is None or in_one_node(ranks, job.gpus_per_node)
 
 
 def _reduces_inside(job: Job, stage: CostedStage) -> bool:
-    """Whether the links inside a node bound a reduction, also of a ring over several nodes."""
+    """Return True if links inside a node bound a reduction, also of a ring over several nodes."""
     bandwidth = f"{reduction_of(job.layout)}_gbps"
     link = replicas_link(job.profile, stage, job.gpus_per_node)
     return bool(getattr(link, bandwidth) >= getattr(job.profile.links, bandwidth))

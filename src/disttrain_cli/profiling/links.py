@@ -1,12 +1,11 @@
-"""Latency and bandwidth of messages: point to point and collectives, inside a node and between
-nodes.
+"""Latency and bandwidth of messages: point to point and collectives, within and between nodes.
 
 A message that puts b bytes on a link takes latency + b / bandwidth; both come from a fit over
 message sizes. In a ring of N ranks an all-reduce puts 2·b·(N-1)/N bytes on every link, an
 all-gather and a reduce-scatter b·(N-1)/N (`spec.profile.LinkTimes`), so the bandwidths hold for
-other N. Gloo between processes, NCCL between GPUs. One rank alone has no link; what stands in the
-profile then is a copy inside its device's memory, which is what a "transfer" costs where sender and
-receiver are the same.
+other N. Gloo between processes, NCCL between GPUs. A single rank has no link; the profile then
+holds a copy inside its device's memory, which is the cost of a "transfer" where sender and receiver
+are the same.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ CUDA_SIZES_BYTES = (*SIZES_BYTES, 16 << 20, 64 << 20)
 REPEATS = 7
 GIGABIT = 1e9
 
-#: An operation on a buffer and its part of one rank.
+#: An operation on a buffer and one rank's shard of it.
 Operation = Callable[[torch.Tensor, torch.Tensor], object]
 
 
 def fit_link(sizes_bytes: Sequence[float], times_s: Sequence[float]) -> tuple[float, float]:
-    """(bandwidth in Gbit/s, latency in µs) of time = latency + bytes / bandwidth."""
+    """Return (bandwidth in Gbit/s, latency in µs) of time = latency + bytes / bandwidth."""
     line = fit([Work(tokens=float(size)) for size in sizes_bytes], times_s)
     slowest = min(size / time_s for size, time_s in zip(sizes_bytes, times_s, strict=True))
     bytes_per_s = 1.0 / line.per_token if line.per_token > 0.0 else slowest
@@ -41,12 +40,12 @@ def fit_link(sizes_bytes: Sequence[float], times_s: Sequence[float]) -> tuple[fl
 
 
 def measure_links(device: torch.device) -> LinkProfile:
-    """Measure with all processes of the default group (every rank must call this; all get the same
-    result).
+    """Measure with all processes of the default group and return the same result on all.
 
-    Inside a node with the ranks of rank 0's host. Between nodes, where there are several, with as
-    many rings at once as every host has ranks, each through one rank of each host: what a rank has
-    of a network that its neighbours use too (`costs.links.ring_link`).
+    Every rank must call this. Inside a node, the ranks of rank 0's host are measured. Between
+    nodes, where there are several, as many concurrent rings as every host has ranks, each through
+    one rank of each host: a rank's share of a network that its neighbours use too
+    (`costs.links.ring_link`).
     """
     hosts: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(hosts, socket.gethostname())
@@ -67,8 +66,10 @@ def measure_links(device: torch.device) -> LinkProfile:
 
 
 def _measure(groups: list[list[int]], device: torch.device) -> dict[str, float]:
-    """Fields of `LinkTimes` for groups of as many ranks each, all at once; other ranks wait, and
-    get none."""
+    """Return fields of `LinkTimes` for equally large groups, all at once.
+
+    Ranks outside all groups wait, and return no fields.
+    """
     made = [dist.new_group(ranks) for ranks in groups]
     mine = next(
         (pair for pair in zip(groups, made, strict=True) if dist.get_rank() in pair[0]), None
@@ -88,15 +89,17 @@ def _measure(groups: list[list[int]], device: torch.device) -> dict[str, float]:
 def _operations(
     ranks: list[int], group: dist.ProcessGroup
 ) -> dict[str, tuple[Operation, float, int]]:
-    """By name in `LinkTimes`: what is timed, the share of the buffer that it puts on a link, and
-    how many times."""
+    """Return operations by name in `LinkTimes`: function, share of the buffer on a link, messages.
+
+    Messages is the number of messages that the function sends one after the other.
+    """
     if len(ranks) == 1:
         copy: tuple[Operation, float, int] = (lambda buffer, part: buffer.clone(), 1.0, 1)
         return dict.fromkeys(("p2p", "all_reduce", "all_gather", "reduce_scatter"), copy)
     rank, ring = dist.get_rank(), (len(ranks) - 1) / len(ranks)
 
     def exchange(buffer: torch.Tensor, part: torch.Tensor) -> None:
-        """There and back between the first two ranks."""
+        """Send a buffer back and forth between the first two ranks."""
         if rank == ranks[0]:
             dist.send(buffer, ranks[1])
             dist.recv(buffer, ranks[1])
@@ -123,10 +126,10 @@ def _operations(
 def _medians_s(
     operation: Operation | None, sizes_bytes: Sequence[int], ranks: int, device: torch.device
 ) -> list[float]:
-    """Median time of an operation on buffers of about these sizes that `ranks` divide.
+    """Return the median time of an operation on buffers of about these sizes, divisible by `ranks`.
 
-    After one round over the sizes that warms up; in rounds, so that a moment when the machine is
-    slow slows all sizes.
+    One warm-up round over the sizes comes first; all sizes are timed in rounds, so that a moment
+    when the machine is slow slows all sizes.
     """
     parts = [
         torch.zeros(max(1, size // 4 // ranks), dtype=torch.float32, device=device)
@@ -148,7 +151,7 @@ def _medians_s(
 
 
 def _settle(device: torch.device) -> None:
-    """Let all ranks begin together, with nothing queued on the device."""
+    """Wait until all ranks can start together, with nothing queued on the device."""
     dist.barrier()
     if device.type == "cuda":
         torch.cuda.synchronize(device)

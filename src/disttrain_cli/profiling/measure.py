@@ -1,8 +1,8 @@
-"""`disttrain profile`: from a run file to a profile, in the order data → device → processes → fits.
+"""Steps of `disttrain profile`, from run file to profile: data, device, processes, fits.
 
-Times on a CPU are CPU times under the load of the whole run, multiplied by processes / cores: what
-an operation takes while all ranks are busy (`compute.py` says why; `simulation.shared_cores` starts
-from the same convention).
+Times on a CPU are CPU times under the load of the whole run, multiplied by processes / cores: the
+duration of an operation while all ranks are busy (`compute.py` says why; `simulation.shared_cores`
+starts from the same convention).
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from disttrain_cli.spec.progress import Progress, silent
 from disttrain_cli.spec.runfile import Run
 
 ANALYTIC = "analytic:"
-#: Draws at TP 1 with trained weights, and of all other variants: from 18 to 110, errors on other
-#: sizes changed by less than 1 % of the time (tiny preset; docs/log.md).
+#: Draws at TP 1 with trained weights (MOST), and of all other variants (FEWER): from 18 to 110,
+#: errors on other sizes changed by less than 1 % of the time (tiny preset; docs/log.md).
 MOST = 36
 FEWER = 18
-#: Draws whose kept activations are counted.
+#: Draws whose saved activations are counted.
 COUNTED = 6
-#: FLOPs of the second draw that is measured whatever it takes, in those of the smallest: with two
-#: of different size, a fit is no constant.
+#: Least FLOPs, in multiples of the smallest draw's, of the second draw that is measured regardless
+#: of the budget: with two draws of different size, a fit is not a constant.
 LARGER = 1.5
 
 
@@ -54,11 +54,11 @@ def measure(
 ) -> Profile:
     """Measure everything that the planner needs to know of this machine, this model and this data.
 
-    Builds the sample index, or takes the one that is there if it still describes the data. `device`
-    is "auto", "cpu", "cuda" or "analytic:NAME"; "auto" asks the run file (`cluster.device`), and
-    then takes CUDA where there is one. An analytic device is not measured but computed
-    (`analytic.py`). Layers that an interrupted profile, or one of a cluster of another size, has
-    measured are taken over (`kept.py`). Measuring ends when `meter` reads the budget (`budget.py`);
+    Builds the sample index, or reuses the existing one if it still describes the data. `device` is
+    "auto", "cpu", "cuda" or "analytic:NAME"; "auto" takes the run file's choice (`cluster.device`),
+    and if that is "auto" too, CUDA where available. An analytic device is not measured but computed
+    (`analytic.py`). Layers measured by an interrupted profile, or by one of a cluster of another
+    size, are reused (`kept.py`). Measuring ends when `meter` reaches the budget (`budget.py`);
     sizes that were not measured by then are interpolated.
 
     Raises:
@@ -142,8 +142,10 @@ def measure(
 
 
 def _counts(request: Request, measured: Measured, module: str) -> dict[str, tuple[int, int]]:
-    """By TP size of a module, draws that were measured and all of them; none measured where those
-    of trained or of frozen weights are too few for a fit."""
+    """Return, by TP size of a module, (draws measured, all draws).
+
+    None count as measured where those of trained or of frozen weights are too few for a fit.
+    """
     counts: dict[str, tuple[int, int]] = {}
     for tp in sorted({one.tp for one in request.variants if one.module == module}):
         variants = [one for one in request.variants if (one.module, one.tp) == (module, tp)]
@@ -169,13 +171,12 @@ def _request(
     degrees: Mapping[str, list[int]],
     flops: Mapping[str, Mapping[str, LayerFlops]],
 ) -> Request:
-    """What is to be measured: draws that span the sizes, fewer of them where it is not TP 1 with
-    trained weights."""
+    """Select the draws to measure, spanning the sizes; fewer where TP > 1 or weights are frozen."""
     file, sizes = run.file, packed_sizes(data.drawn)
     draws = {}
     for name in file.model.order:
         what = inputs.item(name)
-        # Where work is rarer than one sequence in hundreds, the drawn ones may have none.
+        # Where fewer than one sequence in hundreds has work, the drawn ones may have none.
         draws[name] = draw_sizes(what, sizes, file.train.seed) or draw_sizes(
             what, with_work(what, packed_sizes(data.epoch)), file.train.seed
         )
@@ -225,7 +226,7 @@ def _series(
     *,
     tp: int,
 ) -> Series:
-    """What was measured of a module's variant, without the draws that did not fit into memory.
+    """Return the measurements of a module's variant, without draws that did not fit into memory.
 
     Args:
         sharing: processes per core, by which CPU times are multiplied.
@@ -263,8 +264,10 @@ def _series(
 
 
 def _shards(run: Run, module: str, tps: list[int]) -> dict[int, dict[str, PipelineLayer]]:
-    """By TP size and kind, one rank's part of the first layer of every kind of a module, without
-    memory."""
+    """Build one rank's TP shard of the first layer of every kind, by TP size and kind.
+
+    They are on the meta device, without memory.
+    """
     ranges = first_of_kinds(layer_table(run), module, 1)
     return {
         tp: {
@@ -284,8 +287,11 @@ def hidden_on(
     tps: list[int],
     links: LinkTimes,
 ) -> dict[int, dict[str, Hidden]]:
-    """What messages behind products save, by measured links and the catalogue's curve; nothing on
-    CPUs, whose ranks have no device beside them, or on a device that the catalogue lacks."""
+    """Return the time that overlapped messages save, by measured links and the catalogue's curve.
+
+    Nothing on CPUs, where messages take the same cores as compute, or on a device that the
+    catalogue lacks.
+    """
     if device.kind != "cuda":
         return {}
     try:

@@ -1,5 +1,4 @@
-"""Time of an AdamW step per parameter, with the optimizer that the runtime uses
-(`runtime.engine.optimizer`)."""
+"""Time of an AdamW step per parameter, as the runtime runs it (`runtime.engine.optimizer`)."""
 
 from __future__ import annotations
 
@@ -15,16 +14,16 @@ FEWEST, MOST = (
 
 
 def adamw_ns_per_parameter(parameters: int, device: torch.device) -> float:
-    """Median over some steps on about `parameters` numbers, one flat tensor in fp32 as ZeRO-1 keeps
-    its share.
+    """Return the median over a few steps on about `parameters` numbers.
 
-    On a CPU this is CPU time, as that of layers (`compute.py`).
+    They are one flat fp32 tensor, like a ZeRO-1 shard. On a CPU this is CPU time, as for layers
+    (`compute.py`).
     """
     count = min(MOST, max(FEWEST, parameters))
     weights = torch.nn.Parameter(torch.randn(count, device=device))
     weights.grad = torch.randn_like(weights)
     optimizer = torch.optim.AdamW([weights], fused=True)
-    optimizer.step()  # takes the memory of its states
+    optimizer.step()  # allocates its states
     stopwatch = Stopwatch(device)
     for _ in range(STEPS):
         stopwatch.time(optimizer.step)

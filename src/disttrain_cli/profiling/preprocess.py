@@ -1,9 +1,9 @@
-"""How fast one core turns the dataset's own files into model inputs: images and clips decoded,
-sequences put together.
+"""Rate at which one core turns the dataset's files into model inputs.
 
-These rates decide how many preprocessing cores a run needs. Files are read as training reads them,
-through the index; broken files are passed over, as training does. A named distribution has no
-files: `decode_like` takes synthetic ones of its mean image size, and noise for clips.
+Images and clips are decoded and sequences are packed. These rates decide how many preprocessing
+cores a run needs. Files are read as training reads them, through the index; broken files are
+skipped, as in training. A named distribution has no files: `decode_like` uses synthetic ones of its
+mean image size, and noise for clips.
 """
 
 from __future__ import annotations
@@ -28,15 +28,14 @@ from disttrain_cli.spec.profile import NAMED_ITEMS, PreprocessProfile
 from disttrain_cli.spec.runfile import Run
 
 SECONDS = 0.5
-#: Modalities that have one rate together.
+#: Modalities that share one rate.
 PICTURES = ("image", "target")
 
 
 def measure_preprocessing(
     run: Run, packing: Packing, seconds: float = SECONDS
 ) -> PreprocessProfile:
-    """Prepare the sequences of `packing`, one after the other, for about `seconds` (at least one of
-    them).
+    """Prepare the sequences of `packing` in order for about `seconds`, at least one of them.
 
     A sequence's time includes its items. The rate of a modality is 0 where the sequences have none.
 
@@ -46,7 +45,7 @@ def measure_preprocessing(
     index, tokenizer = packing.index, read_tokenizer(run)
     reader = ShardReader(index, tokenizer)
     seen = {item: Seen() for item in KINDS}
-    for item in KINDS:  # the libraries that it needs are loaded at the first item
+    for item in KINDS:  # the first item loads the decoding libraries
         _alone(packing, reader, item, 0.0)
     sequences, begin = 0, time.perf_counter()
     for number in range(len(packing)):
@@ -67,7 +66,7 @@ def measure_preprocessing(
 
 
 class Seen(NamedTuple):
-    """Items that were prepared, and how long it took."""
+    """Number of prepared items, and the time that it took."""
 
     items: int = 0
     seconds: float = 0.0
@@ -78,12 +77,12 @@ class Seen(NamedTuple):
 
     @property
     def per_s(self) -> float:
-        """0 = not known."""
+        """Items per second; 0 = not known."""
         return self.items / self.seconds if self.seconds else 0.0
 
 
 def _rates(seen: Mapping[Item, Seen], sequences_per_s: float) -> PreprocessProfile:
-    """Images read and images to generate have one rate."""
+    """Return the rates; images to read and images to generate share one."""
     pictures = sum((seen[item] for item in PICTURES), Seen())
     return PreprocessProfile(
         images_per_s_per_core=pictures.per_s,
@@ -96,7 +95,7 @@ def _rates(seen: Mapping[Item, Seen], sequences_per_s: float) -> PreprocessProfi
 
 
 def _decode(index: Index, reader: ShardReader, sample: int, item: Item) -> Seen:
-    """Decode all items of a sample that are of one modality."""
+    """Decode all items of one modality in a sample."""
     first, last = index.segment_start[sample : sample + 2].tolist()
     begin, count, heads = time.perf_counter(), 0, index.inputs.decoding(item)
     for segment in range(first, last):
@@ -115,7 +114,7 @@ def _decode(index: Index, reader: ShardReader, sample: int, item: Item) -> Seen:
 
 
 def _alone(packing: Packing, reader: ShardReader, item: Item, seconds: float) -> Seen:
-    """Decode the first items of a modality for about so long."""
+    """Decode the first items of a modality for about `seconds`."""
     index = packing.index
     samples = np.searchsorted(index.segment_start, packing.items[item].segment, side="right") - 1
     seen, begin = Seen(), time.perf_counter()
@@ -127,11 +126,10 @@ def _alone(packing: Packing, reader: ShardReader, item: Item, seconds: float) ->
 
 
 def decode_like(packing: Packing, seconds: float = SECONDS) -> PreprocessProfile:
-    """The rates on synthetic files: images as large as the model reads on average, targets as it
-    generates.
+    """Return rates on synthetic files: images of the model's mean input size, targets as generated.
 
-    Clips are as long as the model hears, without the decoding of their files. Larger originals take
-    longer, and putting tokens together takes nothing here: an upper bound of the rates. The rate of
+    Clips are as long as the model's inputs, without the decoding of their files. Larger originals
+    take longer, and packing tokens is not timed here: an upper bound of the rates. The rate of
     sequences is 0 where they have no items.
     """
     inputs, seen = packing.index.inputs, {item: Seen() for item in KINDS}
@@ -147,7 +145,7 @@ def decode_like(packing: Packing, seconds: float = SECONDS) -> PreprocessProfile
 
 
 def _mean_grid(head: Head, members: Members) -> Grid:
-    """A square of the mean area, in whole merge blocks."""
+    """Return a square of the mean area, in whole merge blocks."""
     if head.alike:
         return 1, 1
     merge = getattr(head, "merge", 1)
@@ -156,7 +154,7 @@ def _mean_grid(head: Head, members: Members) -> Grid:
 
 
 def _mean_s(call: Callable[[], object], seconds: float) -> float:
-    """Mean time of a call repeated for about `seconds`, after one that warms up."""
+    """Return the mean time of a call repeated for about `seconds`, after one warm-up call."""
     call()
     begin, calls = time.perf_counter(), 0
     while calls == 0 or time.perf_counter() - begin < seconds:

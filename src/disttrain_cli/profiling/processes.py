@@ -1,4 +1,4 @@
-"""Starting the measuring processes, watching them, and keeping what they have found so far."""
+"""Launch of the measuring processes, their supervision, and storage of their records."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from disttrain_cli.spec.profile import LinkProfile
 from disttrain_cli.spec.progress import Progress
 from disttrain_cli.spec.runfile import Run
 
-FITS_S = 2.0  # of the budget, for what follows the measurements
+FITS_S = 2.0  # of the budget, reserved for the fits after the measurements
 TIMEOUT_S = 3600.0
 SAVE_S = 2.0
 
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be measured."""
+    """The measurements to make."""
 
     kind: str  # "cpu" or "cuda"
     processes: int
@@ -36,11 +36,11 @@ class Request:
     flops: dict[str, list[float]]  # module → of a forward and backward of each draw
     training_flops: dict[str, float]  # module → of all steps
     variants: list[Variant]
-    key: str  # of records that may be taken over
+    key: str  # of records that may be reused
 
     @cached_property
     def names(self) -> frozenset[str]:
-        """Names of the records that a whole profile has."""
+        """Names of the records of a complete profile."""
         return frozenset(
             record_name(variant.module, variant.frozen, draw, tp=variant.tp)
             for variant in self.variants
@@ -50,21 +50,21 @@ class Request:
 
 @dataclass(frozen=True)
 class Measured:
-    """What the processes found, joined."""
+    """Results of the processes, merged."""
 
     links: LinkProfile
     optimizer_ns: float  # per parameter, as this process's own time
     records: Records
     slowdown: float  # wall time over CPU time, mean over processes
-    continued: int  # records that an earlier profile had left
+    continued: int  # records reused from an earlier profile
     budget_s: float
 
 
 def measure_in_processes(run: Run, request: Request, meter: Meter, progress: Progress) -> Measured:
-    """Run `worker.main` in all processes at once until what `meter` reads is the budget, and join
-    what they found.
+    """Run `worker.main` in all processes at once until `meter` reaches the budget; merge results.
 
-    Every two seconds, and at the end whatever it is, the records go to the file beside the profile.
+    Every two seconds, and in any case at the end, the records are written to the file next to the
+    profile.
 
     Raises:
         RankFailedError: a process failed or the time ran out.
@@ -133,7 +133,7 @@ def measure_in_processes(run: Run, request: Request, meter: Meter, progress: Pro
 
 
 def _keep(path: Path, key: str, records: Records, folder: Path) -> list[dict[str, Any]]:
-    """Take in what the processes have reported, write it to the file, and return the reports."""
+    """Merge the processes' reports into `records`, write them to the file, return the reports."""
     reports = [json.loads(file.read_text()) for file in sorted(folder.glob("[0-9]*.json"))]
     for report in reports:
         records.update(report["records"])

@@ -1,5 +1,6 @@
-"""Bytes of the tensors between layers, from their specifications alone: inputs of layers and of
-slots, and what crosses cuts.
+"""Bytes of the tensors between layers, from their specifications alone.
+
+Inputs of layers and of slots, and the tensors that cross cuts.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from disttrain_cli.spec.work import Work
 
 
 def rows(spec: TensorSpec, inputs: ModelInputs) -> Polynomial:
-    """Rows of a state tensor in the work of the module that owns its items
-    (`models.layer.TensorSpec`)."""
+    """Return the rows of a state tensor as a polynomial in the work of its items' owner.
+
+    See `models.layer.TensorSpec`.
+    """
     each = inputs.rows(spec.item, spec.rows)
     if spec.item == "sequence":
         return Polynomial(per_item=float(each.per_item))
@@ -38,11 +41,10 @@ def input_bytes(
     *,
     tp: int = 1,
 ) -> Polynomial:
-    """Bytes of what one rank of a TP group has of a layer's input, in the work of the layer's
-    module.
+    """Return the bytes of a layer's input on one rank of a TP group, in the work of its module.
 
-    Rows that another module owns (images and clips in the LLM's embedding) come with the data's
-    mean share of tokens.
+    Rows that another module owns (images and clips in the LLM's embedding) are counted by the
+    data's mean share of tokens.
 
     Args:
         mean: by module name, its mean work per packed sequence.
@@ -67,8 +69,11 @@ def gathered_bytes(
     mean: Mapping[str, Work],
     value_bytes: int,
 ) -> Polynomial:
-    """Bytes of the rows that encoders left for a layer of the LLM, which a CP group gathers, in the
-    work of the LLM: of each modality once, where the sum of several is read."""
+    """Return the bytes of encoder outputs that a CP group gathers for a layer of the LLM.
+
+    They are in the work of the LLM; each modality counts once, where the sum of several tensors is
+    read.
+    """
     owners = {
         spec.item: (owner, spec)
         for spec in _read(layer, table)
@@ -88,8 +93,10 @@ def gathered_bytes(
 def batch_bytes(
     layer: LayerInfo, table: list[LayerInfo], inputs: ModelInputs, value_bytes: int
 ) -> Polynomial:
-    """Bytes of a slot's inputs that a layer reads as the first of its module; positions and seeds
-    are few."""
+    """Return the bytes of a slot's inputs that a layer reads as the first of its module.
+
+    Positions and seeds are not counted: they are few.
+    """
     before = table[
         next(
             index for index, other in enumerate(table) if other.module == layer.module
@@ -106,8 +113,10 @@ def batch_bytes(
 
 
 def _field_bytes(field: str, inputs: ModelInputs, value_bytes: int) -> Polynomial:
-    """Bytes of a group of batch fields (`models.layer.PipelineLayer.needs`); every rank of a TP
-    group has all of them."""
+    """Return the bytes of a group of batch fields (`models.layer.PipelineLayer.needs`).
+
+    Every rank of a TP group has all of them.
+    """
     if heads := inputs.of(field.partition(".")[0]):
         head = heads[number_of(field)]
         whole = float(math.prod(head.shape_of((1, 1))) * value_bytes)
@@ -126,7 +135,7 @@ def cut_bytes(
     mean: Mapping[str, Work],
     value_bytes: int,
 ) -> list[float]:
-    """Bytes that one packed sequence sends over the cut after each layer of a module."""
+    """Return the bytes per packed sequence that cross the cut after each layer of a module."""
     parallel = parallel_layers(table, inputs.llm, module)
     return [
         sum(
@@ -141,18 +150,20 @@ def cut_bytes(
 
 
 def _read(layer: LayerInfo, table: list[LayerInfo]) -> list[TensorSpec]:
-    """The tensors that a layer reads."""
+    """Return the tensors that a layer reads."""
     return [spec for spec in live_tensors(table, table.index(layer)) if spec.name in layer.reads]
 
 
 def _of_others(spec: TensorSpec, inputs: ModelInputs, owner: Work, own: Work) -> Polynomial:
-    """Rows that another module owns, in own work: with the mean share of tokens."""
+    """Return rows that another module owns in this module's work, by the mean share of tokens."""
     return Polynomial(per_token=rows(spec, inputs)(owner) / own.tokens if own.tokens else 0.0)
 
 
 def _owner(spec: TensorSpec, inputs: ModelInputs, module: str) -> str:
-    """Name of the module whose work counts the items of a tensor: `module`, where that works on
-    such items too."""
+    """Return the name of the module whose work counts the items of a tensor.
+
+    This is `module`, where it works on such items too.
+    """
     if inputs.item(module) == spec.item:
         return module
     if spec.item == "sequence":

@@ -1,7 +1,7 @@
-"""The data as a run has seen them, put into a profile from which they have moved away.
+"""Replacement of a profile's data statistics by a run's recorded data, where they have drifted.
 
-Sizes of a few sequences of every step stand in the trace. Where they differ from the profile's by
-no more than chance, the profile's figures stay: they are of the whole dataset.
+A trace holds the sizes of a few sequences of every step. Where they differ from the profile's by no
+more than chance, the profile's figures stay: they are of the whole dataset.
 """
 
 from __future__ import annotations
@@ -21,14 +21,16 @@ from disttrain_cli.spec.profile import DataProfile, Profile, SizeSample
 from disttrain_cli.spec.runfile import Run
 from disttrain_cli.spec.work import Work
 
-#: Fewer sequences say too little of the data.
+#: Fewer sequences are too small a sample of the data.
 LEAST_SEQUENCES = 64
 LAST = "SELECT * FROM sizes WHERE step > (SELECT max(step) FROM sizes) - $steps ORDER BY step"
 
 
 def seen_data(database: Database, profile: Profile) -> tuple[SizeSample | None, list[Drift]]:
-    """Sizes of the sequences of the last steps, None where they are too few, and what of them has
-    drifted."""
+    """Return sizes of the sequences of the last steps, and the drifts that they show.
+
+    The sizes are None where there are too few sequences.
+    """
     rows = of_last_phase(profile, database.sql(LAST, {"steps": RECENT_STEPS}))
     if len(rows) < LEAST_SEQUENCES:
         return None, []
@@ -47,7 +49,7 @@ def seen_data(database: Database, profile: Profile) -> tuple[SizeSample | None, 
 
 
 def _sums(rows: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """All rows as one step of `data.drift`."""
+    """Return the sums over all rows as one step of `data.drift`."""
     return {
         "step": int(rows[0]["step"]),
         "sequences": len(rows),
@@ -58,10 +60,10 @@ def _sums(rows: Sequence[Mapping[str, Any]]) -> dict[str, int]:
 
 
 def with_data(profile: Profile, run: Run, sample: SizeSample) -> Profile:
-    """The profile of data with these sizes; the largest work in a sequence is never less than was
-    known before.
+    """Return the profile for data with these sizes.
 
-    The dataset stays the same: its number of sequences, its fingerprint.
+    The largest work in a sequence is never less than in the old profile. The dataset stays the
+    same: its number of sequences, its fingerprint.
     """
     from disttrain_cli.models.graph import layer_table
     from disttrain_cli.profiling.rows import cut_bytes
@@ -88,13 +90,13 @@ def with_data(profile: Profile, run: Run, sample: SizeSample) -> Profile:
 
 
 def _described(data: DataProfile, inputs: ModelInputs, sizes: Sizes) -> DataProfile:
-    """The dataset's numbers if all its sequences are like these."""
+    """Return the dataset's statistics if all its sequences are like these."""
 
     def of_all(per_sequence: float) -> int:
         return round(data.sequences * per_sequence)
 
     def tokens_of(item: Item) -> float:
-        """LLM tokens per sequence."""
+        """Return LLM tokens per sequence."""
         head, area = inputs.of(item)[0], sizes.items[item].area
         return float(head.rows("tokens").of(head.size(area)).sum()) / len(sizes)
 

@@ -1,5 +1,4 @@
-"""Which sizes are measured: microbatches drawn from the data's own packed sequences, as training
-will see them.
+"""Choice of the measured sizes: microbatches drawn from the data's own packed sequences.
 
 An LLM replica works on M whole sequences of a slot; an encoder or generator replica on its share of
 the images or clips that the slot's sequences bring. At least `SEQUENCES` packed sequences are drawn
@@ -23,28 +22,28 @@ SEQUENCES = 256
 PER_DRAW = (1, 2, 4)
 #: Share of a slot's images that one replica of an encoder or generator gets, in turn.
 SHARES = (1.0, 0.5)
-#: Ranges of an amount of work below this are none.
+#: Ranges of an amount of work below this count as zero.
 NOTHING = 1e-9
 
 
 @dataclass(frozen=True)
 class PackedSizes:
-    """What one packed sequence holds."""
+    """Contents of one packed sequence."""
 
     documents: list[int]  # tokens of each sample
     items: dict[Item, list[Grid]] = field(default_factory=dict)  # by modality, grids of each
 
 
 def with_work(item: Item, sequences: Sequence[PackedSizes]) -> list[PackedSizes]:
-    """The sequences that bring any such items."""
+    """Return the sequences that have any such items."""
     return [sequence for sequence in sequences if item == "sequence" or sequence.items.get(item)]
 
 
 def draw_sizes(item: Item, sequences: Sequence[PackedSizes], seed: int = 0) -> list[dict[str, Any]]:
-    """Arguments of `models.probe.probe_batch` for every microbatch to be measured, none of them
-    without work.
+    """Draw arguments of `models.probe.probe_batch` for every microbatch to be measured.
 
-    Sequences are drawn without repetition until all were drawn, then again.
+    None of them is without work. Sequences are drawn without repetition until all were drawn, then
+    again.
     """
     random = np.random.default_rng(seed)
     names = list(dict.fromkeys(name for sequence in sequences for name in sequence.items))
@@ -64,7 +63,7 @@ def draw_sizes(item: Item, sequences: Sequence[PackedSizes], seed: int = 0) -> l
             draws.append({"documents": [sequence.documents for sequence in chosen], **items})
         elif grids := items.get(item):
             count = max(1, round(share * len(grids)))
-            # where all are alike, nothing has to be drawn
+            # items of one size are interchangeable: no draw is needed
             alike = set(grids) == {(1, 1)}
             kept = np.arange(count) if alike else random.permutation(len(grids))[:count]
             draws.append({item: [grids[number] for number in sorted(kept.tolist())]})
@@ -72,11 +71,11 @@ def draw_sizes(item: Item, sequences: Sequence[PackedSizes], seed: int = 0) -> l
 
 
 def spread(works: Sequence[Work]) -> list[int]:
-    """Indices of draws in the order of measuring: the smallest, the largest, and then always the
-    one that is farthest from all before it, so that any first few of them span the sizes.
+    """Return indices of draws in the order of measuring: smallest, largest, then the farthest.
 
-    Distances are between logarithms of the amounts of work, each as a share of its range: a fit's
-    relative error counts.
+    Farthest is the draw with the largest distance from all before it, so that any prefix of the
+    order spans the sizes. Distances are between logarithms of the amounts of work, each as a share
+    of its range, because a fit's relative error counts.
     """
     amounts = np.log1p(np.array(works, dtype=np.float64).reshape(-1, 3))
     amounts = (amounts - amounts.min(axis=0)) / np.maximum(np.ptp(amounts, axis=0), NOTHING)
@@ -92,7 +91,7 @@ def spread(works: Sequence[Work]) -> list[int]:
 
 
 def packed_sizes(packing: Packing) -> list[PackedSizes]:
-    """What each sequence of a packing holds."""
+    """Return the contents of each sequence of a packing."""
     lengths, samples = (
         packing.index.lengths[packing.samples].tolist(),
         packing.sample_start.tolist(),

@@ -1,8 +1,7 @@
-"""The layers of one module on a device at one TP size, and what is measured of them: times and kept
-activations.
+"""The layers of one module on a device at one TP size: times and saved activations.
 
 A TP shard is measured on one device: its compute alone, with its part of the weights; the group's
-messages are added from the measured links (`assemble.py`). Frozen means that no weight asks for a
+messages are added from the measured links (`assemble.py`). Frozen means that no weight requires a
 gradient while inputs do.
 """
 
@@ -23,7 +22,7 @@ from disttrain_cli.models.probe import entry_state, probe_batch
 from disttrain_cli.profiling.compute import Stopwatch, run_module
 from disttrain_cli.spec.runfile import Run
 
-#: Layers of one kind that are built: the first, which prepares what a stage needs once per batch,
+#: Layers of one kind that are built: the first, which does a stage's preparation once per batch,
 #: and another one.
 LAYERS_PER_KIND = 2
 
@@ -32,8 +31,10 @@ Sizes = Mapping[str, Any]  # arguments of `models.probe.probe_batch`
 
 
 class Bench:
-    """One module at one TP size. What does not fit into the device's memory is answered with
-    None."""
+    """One module at one TP size, to be measured.
+
+    Measurements return None for sizes that do not fit into the device's memory.
+    """
 
     def __init__(self, run: Run, module: str, device: torch.device, *, tp: int) -> None:
         self._table, self._inputs, self._module, self._device = (
@@ -48,13 +49,12 @@ class Bench:
             for start, stop in first_of_kinds(self._table, module, LAYERS_PER_KIND)
             for layer in build_layers(run, start, stop, device, self._dtype, tp=tp)
         ]
-        #: By kind, layers of the module.
+        #: Number of the module's layers, by kind.
         self.counts = Counter(layer.kind for layer in self._table if layer.module == module)
         self._stopwatch = Stopwatch(device)
 
     def times(self, sizes: Sizes, frozen: bool) -> dict[str, Pair] | None:
-        """By kind of layer (forward, backward) in ms, mean over the module's layers of that
-        kind."""
+        """Return (forward, backward) in ms by kind, mean over the module's layers of that kind."""
         self._freeze(frozen)
         try:
             state, batch = self._inputs_of(sizes)
@@ -68,7 +68,7 @@ class Bench:
         return {kind: mean_layer(pairs, self.counts[kind]) for kind, pairs in by_kind.items()}
 
     def kept_bytes(self, sizes: Sizes, frozen: bool) -> dict[str, float] | None:
-        """By kind of layer the bytes it keeps from forward to backward."""
+        """Return the bytes saved from forward to backward, by kind of layer."""
         self._freeze(frozen)
         try:
             return self._kept_bytes(sizes)
@@ -88,12 +88,12 @@ class Bench:
         return kept
 
     def _freeze(self, frozen: bool) -> None:
-        """Whether the weights ask for gradients; those of layers that are never trained do not."""
+        """Set whether weights require gradients; those of never-trained layers do not."""
         for layer in self._layers:
             layer.ask_for_gradients(not frozen)
 
     def _inputs_of(self, sizes: Sizes) -> tuple[dict[str, Tensor], Batch]:
-        """State and batch of a draw, on the device; the numbers in them do not matter."""
+        """Return state and batch of a draw on the device; their values do not matter."""
         batch = probe_batch(self._inputs, device=self._device, **sizes)
         return entry_state(
             self._table, self._module, self._inputs, batch, self._device, self._dtype
@@ -101,11 +101,10 @@ class Bench:
 
 
 def allocated_bytes(layer: PipelineLayer, state: Mapping[str, Tensor], batch: Batch) -> int:
-    """Bytes that the CUDA allocator holds more after a forward than before it, the output's among
-    them.
+    """Return the bytes that the CUDA allocator holds more after a forward than before it.
 
-    The layer's input is there before; it counts as the output of the layer that made it. What the
-    allocator holds is what decides whether a stage fits, so it stands in the profile rather than
+    This includes the output, not the layer's input, which counts as the output of the layer before.
+    A stage fits or not by the allocator's bytes, so the profile holds these rather than
     `saved_bytes`.
     """
     device = next(iter(state.values())).device if state else next(layer.parameters()).device
@@ -121,7 +120,7 @@ def allocated_bytes(layer: PipelineLayer, state: Mapping[str, Tensor], batch: Ba
 
 
 def first_of_kinds(table: list[LayerInfo], module: str, most: int) -> list[tuple[int, int]]:
-    """The first `most` layers of every kind of a module, as ranges (start, stop) of the table."""
+    """Return the first `most` layers of every kind of a module, as (start, stop) in the table."""
     seen: Counter[str] = Counter()
     ranges: list[tuple[int, int]] = []
     for index, layer in enumerate(table):
@@ -134,8 +133,10 @@ def first_of_kinds(table: list[LayerInfo], module: str, most: int) -> list[tuple
 
 
 def mean_layer(pairs: list[Pair], count: int) -> Pair:
-    """Mean over the `count` layers of a kind, of which the first were measured; the rest are like
-    the later ones."""
+    """Return the mean over the `count` layers of a kind, of which the first few were measured.
+
+    Layers that were not measured are assumed to be like the measured ones after the first.
+    """
     times = np.array(pairs)
     if len(times) > 1:
         times = np.vstack(

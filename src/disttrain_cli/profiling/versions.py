@@ -1,4 +1,4 @@
-"""The libraries behind a profile."""
+"""Versions of the libraries behind a profile."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ LIBRARIES = ("disttrain", "torch", "transformers", "diffusers", "deepspeed")
 
 
 def library_versions() -> dict[str, str]:
-    """Versions of the libraries that decide what a profile measures or counts."""
+    """Return versions of the libraries that decide what a profile measures or counts."""
     versions = {}
     for library in LIBRARIES:
         try:

@@ -1,14 +1,13 @@
-"""What each process of `disttrain profile` does: links and the optimizer, then its share of the
-modules' layers.
+"""Program of each process of `disttrain profile`: links, optimizer, then its share of the layers.
 
 There are as many processes as the run will have ranks on this machine, and all are busy until the
 last one has its measurements, because on a CPU they share cores, caches and memory as the ranks
-will. Modules go round the processes, so that different modules are measured beside each other,
-again as in the run. A process has one module at one TP size in memory at a time.
+will. Modules are dealt to the processes in turn, so that different modules are measured
+concurrently, again as in the run. A process has one module at one TP size in memory at a time.
 
-It measures in two rounds: a few sizes that span the data's of everything that it has, then, while
-the budget lasts (`budget.py`), more sizes of everything, and at last sizes that it has again, first
-those whose times differ most.
+It measures in two rounds: first a few sizes that span the data's for each of its groups, then,
+while the budget lasts (`budget.py`), more sizes of everything, and at last repeats of measured
+sizes, those whose times differ most first.
 """
 
 from __future__ import annotations
@@ -42,28 +41,28 @@ from disttrain_cli.spec.runfile import read_run
 from disttrain_cli.spec.whole import write_whole
 
 RENDEZVOUS_TIMEOUT = timedelta(minutes=5)
-#: Draws of a variant in the first round: fits of 8 that span the sizes were as good on the others
-#: as fits of 18 at random (tiny preset; docs/log.md).
+#: Draws of a variant in the first round: fits of 8 that span the sizes were as good on the other
+#: draws as fits of 18 at random (tiny preset; docs/log.md).
 FIRST = 8
-#: Times that a draw is measured at most.
+#: Most measurements of one draw.
 TIMES = 3
-#: A draw of so many times the FLOPs of all before it runs once before it is timed, so that memory
-#: is there and kernels are chosen.
+#: A draw of more than this many times the FLOPs of the largest before it is run once untimed, so
+#: that memory is allocated and kernels are chosen.
 GROWTH = 2.5
-#: Seconds between two reports of what was measured.
+#: Seconds between two reports of the measurements.
 REPORT_S = 1.0
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A module at one TP size, its weights trained or frozen, and which draws it is measured on."""
+    """A module at one TP size, trained or frozen, with the draws to measure it on."""
 
     module: str
     tp: int
     frozen: bool
     draws: list[int]  # in the order of measuring
-    needed: list[int]  # those of them that are measured whatever they take
-    memory_draws: list[int]  # those of which kept activations are counted, too
+    needed: list[int]  # draws that are measured regardless of the budget
+    memory_draws: list[int]  # draws whose saved activations are counted, too
 
 
 class Measurement(NamedTuple):
@@ -74,13 +73,13 @@ class Measurement(NamedTuple):
 
     @property
     def name(self) -> str:
-        """That of its record."""
+        """Name of its record."""
         return record_name(self.variant.module, self.variant.frozen, self.draw, tp=self.variant.tp)
 
 
 @dataclass(frozen=True)
 class Share:
-    """What one process measures of one module: every `step`-th draw from `first` on."""
+    """Share of one module that a process measures: every `step`-th draw from `first` on."""
 
     module: str
     first: int
@@ -88,7 +87,10 @@ class Share:
 
 
 def shares(modules: list[str], rank: int, processes: int) -> list[Share]:
-    """The shares of a process; together the processes measure every draw of every module once."""
+    """Return the shares of a process.
+
+    Together the processes measure every draw of every module once.
+    """
     turns = range(max(len(modules), processes))
     takers = Counter(turn % len(modules) for turn in turns)
     return [
@@ -100,7 +102,7 @@ def shares(modules: list[str], rank: int, processes: int) -> list[Share]:
 
 @dataclass(frozen=True)
 class Group:
-    """What one process measures of a module at one TP size, in order."""
+    """Measurements by one process of a module at one TP size, in order."""
 
     module: str
     tp: int
@@ -110,8 +112,10 @@ class Group:
 
 
 def groups(variants: Iterable[Variant], drawn: Iterable[Share]) -> Iterator[Group]:
-    """The groups of a process's shares, TP 1 of all modules first; in each by turns the first
-    draws of all variants, then their next ones."""
+    """Yield the groups of a process's shares, TP 1 of all modules first.
+
+    Within a group, the first draws of all variants come first, then their second draws, and so on.
+    """
     of = {
         (tp, share): list(group)
         for share in drawn
@@ -133,19 +137,21 @@ def groups(variants: Iterable[Variant], drawn: Iterable[Share]) -> Iterator[Grou
 
 
 class Rates:
-    """Times and FLOPs of every module that the processes found in the first round, which they tell
-    each other through the store of their rendezvous."""
+    """Times and FLOPs of every module in the first round, shared between the processes.
+
+    They are exchanged through the store of the processes' rendezvous.
+    """
 
     def __init__(self, store: dist.Store, rank: int, processes: int) -> None:
         self._store, self._rank = store, rank
         self._keys = [f"rates/{number}" for number in range(processes)]
 
     def tell(self, sums: dict[str, tuple[float, float]]) -> None:
-        """Say what this process found: by module, seconds and FLOPs in all."""
+        """Publish this process's sums: by module, seconds and FLOPs."""
         self._store.set(self._keys[self._rank], json.dumps(sums))
 
     def training_s(self, flops: Mapping[str, float]) -> float | None:
-        """CPU time of a training of so many FLOPs by module; None until all have told."""
+        """Return the CPU time of a training of these FLOPs; None until all have published."""
         if not self._store.check(self._keys):
             return None
         told = [json.loads(self._store.get(key)) for key in self._keys]
@@ -164,14 +170,15 @@ def before_fork(payload: dict[str, Any]) -> None:
 
 
 def main(payload: dict[str, Any]) -> None:
-    """Measure and write `payload["folder"]/RANK.json`: links, optimizer and records, these every
-    second.
+    """Measure and write `payload["folder"]/RANK.json`: links, optimizer and records.
+
+    Records are rewritten every second.
 
     payload: run (path of the run file), device ("cpu" or "cuda"), parameters (of the whole model),
     draws (module → arguments of `probe_batch`), flops (module → FLOPs of each draw), training_flops
     (module → FLOPs of the whole training), variants (fields of `Variant`), kept (names of records
-    that an interrupted profile left), budget_s, before_s and started_s (`Budget.of`), timeout_s (of
-    the groups), folder.
+    of an interrupted profile), budget_s, before_s and started_s (`Budget.of`), timeout_s (of the
+    groups), folder.
     """
     rank, processes = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if payload["device"] == "cuda":
@@ -210,7 +217,7 @@ def main(payload: dict[str, Any]) -> None:
 
 
 class Session:
-    """The measurements of one process, reported as they are made."""
+    """Measurements of one process, reported while they are made."""
 
     def __init__(
         self,
@@ -225,16 +232,19 @@ class Session:
         self._budget, self._make, self._rates = budget, bench, rates
         self.records: Records = {}
         self._reported_s = 0.0
-        # what an interrupted profile left is not measured again
+        # records of an interrupted profile are not measured again
         self._times = Counter(dict.fromkeys(payload["kept"], TIMES))
         self._trained: dict[str, tuple[float, float]] = {}
         self._bench: Bench | None = None
         self._bench_of: tuple[str, int] | None = None
-        self._warm_flops = 0.0  # of the largest draw that the bench has run before it was timed
+        self._warm_flops = 0.0  # of the largest draw that the bench has run untimed
 
     def measure(self, groups: Sequence[Group]) -> None:
-        """Measure the first round of all groups, of higher TP sizes while the budget lasts; then
-        the rest while it lasts, in two rounds, as some groups leave a part of their share."""
+        """Measure the first round of all groups, then the rest while the budget lasts.
+
+        In the first round, TP sizes above 1 are measured only while the budget lasts. The rest is
+        visited twice, because some groups do not use up their share.
+        """
         for number, group in enumerate(groups):
             if group.tp == 1 or self._budget.left_s > 0.0:
                 self._visit(group, len(groups) - number, first=True)
@@ -245,7 +255,7 @@ class Session:
                 self._visit(group, len(groups) - number, first=False)
 
     def _visit(self, group: Group, groups_left: int, first: bool) -> None:
-        """Measure what fits into a group's share of the time that is left."""
+        """Measure all that fits into a group's share of the remaining time."""
         reserved_s = self._budget.left_s * (1.0 - 1.0 / groups_left)
         while (chosen := self._next(group, reserved_s, first)) is not None:
             self._measure(group, chosen, reserved_s)
@@ -255,8 +265,11 @@ class Session:
                     self._budget.limit_s, self._rates = cpu_budget_s(training_s), None
 
     def _next(self, group: Group, reserved_s: float, first: bool) -> Measurement | None:
-        """The first that was not measured yet and fits; after the first round also those that were,
-        the most doubtful one first."""
+        """Return the first unmeasured draw that fits the time, or the most doubtful draw to repeat.
+
+        Draws are repeated after the first round only. Needed draws are returned even if they do not
+        fit.
+        """
 
         def fits(one: Measurement) -> bool:
             expected_s = group.rate.expected_s(self._flops(one))
@@ -305,7 +318,7 @@ class Session:
 
     def _bench_for(self, group: Group) -> Bench:
         if self._bench is None or self._bench_of != (group.module, group.tp):
-            self._bench = None  # gives its memory back before the next one takes some
+            self._bench = None  # frees its memory before the next one allocates
             self._bench, self._warm_flops = self._make(group.module, group.tp), 0.0
             self._bench_of = group.module, group.tp
         return self._bench
@@ -317,7 +330,7 @@ class Session:
         return float(self._payload["flops"][one.variant.module][one.draw])
 
     def report(self, now: bool = False) -> None:
-        """Write what was measured so far, about once a second."""
+        """Write the measurements so far, at most about once a second unless `now`."""
         if now or time.monotonic() - self._reported_s > REPORT_S:
             spending = {"spent_s": self._budget.spent_s, "budget_s": self._budget.limit_s}
             report = self._result | spending | {"records": self.records}
@@ -332,7 +345,6 @@ class Session:
 
 
 def _doubt(record: Record) -> float:
-    """How much the times of a draw differ, as a share of the least; more than any where there is
-    one only."""
+    """Return the spread of a draw's times as max / min; infinite for a single time."""
     sums = [sum(map(sum, passes)) for passes in zip(*record["times"].values(), strict=True)]
     return max(sums) / min(sums) if len(sums) > 1 and min(sums) else math.inf

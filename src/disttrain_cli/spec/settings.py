@@ -1,5 +1,4 @@
-"""`--set KEY=VALUE`: a run file's content, changed in memory as an editor would change it; and the
-KEYs in which two contents differ."""
+"""`--set KEY=VALUE`: changes of a run file's content in memory, and differences of contents."""
 
 from __future__ import annotations
 
@@ -13,17 +12,16 @@ from disttrain_cli.spec.yaml_text import load_yaml
 
 
 def with_settings(value: Any, settings: Sequence[str]) -> tuple[Any, list[tuple[str, ...]]]:
-    """Plain content with every setting applied in order, and the paths that were set; of a section
-    that was added for a setting, its own.
+    """Apply every setting in order; return the content and the paths that were set.
 
-    A KEY is a dotted path, indices of lists included (`data.sources.0.weight`); sections that are
-    not there are added. A VALUE is YAML.
+    A KEY is a dotted path, indices of lists included (`data.sources.0.weight`); missing sections
+    are added. A VALUE is YAML. If a section was added for a setting, its path is the section's.
 
     Raises:
-        UsageError: a setting is not of this form, or leads into what has no fields.
+        UsageError: a setting is not of this form, or its path leads into a value without fields.
     """
     changed = []
-    value = copy.deepcopy(value) if settings else value  # aliases of YAML share parts
+    value = copy.deepcopy(value) if settings else value  # YAML aliases share objects
     for setting in settings:
         key, equals, text = setting.partition("=")
         path = tuple(part.strip() for part in key.split("."))
@@ -39,7 +37,7 @@ def with_settings(value: Any, settings: Sequence[str]) -> tuple[Any, list[tuple[
 
 
 def _there(value: Any, path: tuple[str, ...]) -> int:
-    """How many parts of a path that could be set lead to something."""
+    """Return how many parts of a path, which could be set, exist."""
     for number, part in enumerate(path):
         if isinstance(value, dict):
             value = value.get(part)
@@ -51,7 +49,7 @@ def _there(value: Any, path: tuple[str, ...]) -> int:
 
 
 def _replaced(value: Any, path: tuple[str, ...], new: Any, setting: str) -> Any:
-    """`value` with `new` at `path`."""
+    """Return `value` with `new` at `path`."""
     if not path:
         return new
     part, rest = path[0], path[1:]
@@ -67,8 +65,10 @@ def _replaced(value: Any, path: tuple[str, ...], new: Any, setting: str) -> Any:
 
 
 def differences(before: Any, now: Any, key: str = "") -> list[tuple[str, Any, Any]]:
-    """(KEY, value before, value now) of every field that differs between two plain contents; None
-    where one of them has no such field."""
+    """Return (KEY, value before, value now) of every field that differs between two contents.
+
+    The value is None where a content has no such field.
+    """
     if isinstance(before, dict) and isinstance(now, dict):
         parts = [(name, before.get(name), now.get(name)) for name in {**before, **now}]
     elif isinstance(before, list) and isinstance(now, list) and len(before) == len(now):

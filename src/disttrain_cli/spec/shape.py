@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-#: Communication of a CP group in attention, named as in Megatron-LM: rows are exchanged for heads,
-#: or keys and values are gathered.
+#: Communication of a CP group in attention, named as in Megatron-LM: rows are exchanged for heads
+#: (all-to-all), or keys and values are gathered (all-gather).
 CpCommType = Literal["a2a", "all_gather"]
 
 

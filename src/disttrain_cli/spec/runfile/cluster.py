@@ -12,15 +12,14 @@ from disttrain_cli.spec.forms import Form
 from disttrain_cli.spec.runfile.bounds import MOST_GPUS
 from disttrain_cli.spec.runfile.containers import KubernetesSpec, SkypilotSpec
 
-#: A value that Slurm reads: no blanks, quotes or other signs that a shell or sbatch would take
-#: apart.
 DEVICE = Form(r"^(auto|cpu|cuda|analytic:[A-Za-z0-9._-]+)$", "auto, cpu, cuda, analytic:NAME")
+#: A value that Slurm reads: without blanks, quotes or other characters that a shell or sbatch would
+#: split or interpret.
 _WORD = r"[A-Za-z0-9_.,:@%/+\[\]-]+"
 SlurmWord = Annotated[str, Form(f"^{_WORD}$", "letters, digits and _ . , : @ % / + [ ] -")]
 #: Price of one device for an hour, in any one currency.
 Price = Annotated[float, Field(strict=True, gt=0, le=1e6)]
-#: Fields of `cluster` that say how ranks are started and what they are paid, and not what they run
-#: on.
+#: Fields of `cluster` about starting ranks and prices, not about the devices that they run on.
 LAUNCHING = frozenset(
     {
         "price_per_gpu_hour",
@@ -37,8 +36,10 @@ LAUNCHING = frozenset(
 
 
 class LinkSpec(Strict):
-    """Published bandwidths of one GPU's links, one direction; needed for devices that cannot be
-    measured here."""
+    """Published bandwidths of one GPU's links, one direction.
+
+    They are needed for devices that cannot be measured here.
+    """
 
     intra_node_gbps: float | None = Field(
         None, ge=1e-3, le=1e6, description="NVLink or the like; the catalogue's if not given."
@@ -74,7 +75,7 @@ _OWN_OPTIONS = {
 
 
 def _seconds(limit: str) -> int:
-    """Seconds of a time limit as Slurm reads it."""
+    """Return the seconds of a time limit, as Slurm reads it."""
     days, _, rest = limit.rpartition("-")
     parts = [int(part) for part in rest.split(":")]
     if not days and len(parts) == 1:
@@ -84,7 +85,7 @@ def _seconds(limit: str) -> int:
 
 
 class SlurmSpec(Strict):
-    """What `disttrain train --emit slurm` asks Slurm for."""
+    """Settings of `disttrain train --emit slurm` for Slurm."""
 
     partition: SlurmWord | None = Field(None, description="Partition of the GPU nodes.")
     cpu_partition: SlurmWord | None = Field(
@@ -161,7 +162,7 @@ class SlurmSpec(Strict):
 
 
 class ClusterSpec(Strict):
-    """The machines."""
+    """The machines of a run."""
 
     nodes: int = Field(1, ge=1, le=MOST_GPUS, description="Machines with GPUs.")
     gpus_per_node: int = Field(
@@ -267,14 +268,14 @@ class ClusterSpec(Strict):
 
     @property
     def gpus(self) -> int:
-        """Devices in all."""
+        """Total number of devices."""
         return self.nodes * self.gpus_per_node
 
     def usable_gib(self, device_gib: float) -> float:
-        """Memory of one device that a plan may use.
+        """Return the memory of one device that a plan may use.
 
         Args:
-            device_gib: what a device has where the run file does not say it.
+            device_gib: memory of a device, used if the run file does not state it.
 
         Raises:
             SpecError: the margin leaves nothing.
@@ -289,5 +290,5 @@ class ClusterSpec(Strict):
         return given - self.memory_margin_gib
 
     def figures(self) -> dict[str, Any]:
-        """All fields but those of launching and prices: what profiles and plans depend on."""
+        """Return the fields that profiles and plans depend on: all but launching and prices."""
         return self.model_dump(mode="json", exclude=set(LAUNCHING))

@@ -17,7 +17,7 @@ DnsLabel = Annotated[
 ]
 _WORD = r"[a-z0-9]([a-z0-9-]*[a-z0-9])?"
 _NAME = rf"{_WORD}(\.{_WORD})*"
-#: A DNS name as RFC 1123 has it, which Kubernetes takes for most other objects.
+#: A DNS name by RFC 1123, which Kubernetes accepts for most other objects.
 DnsName = Annotated[
     str,
     Form(
@@ -25,7 +25,7 @@ DnsName = Annotated[
         "at most 253 of a-z, 0-9, . and -, a letter or digit at both ends of every part",
     ),
 ]
-#: A DNS label as RFC 1123 has it: names of namespaces, and of queues in the label that names one.
+#: A DNS label by RFC 1123: names of namespaces, and of queues in the label that names one.
 Namespace = Annotated[
     str, Form(rf"^(?=.{{1,63}}$){_WORD}$", "at most 63 of a-z, 0-9 and -, no - at an end")
 ]
@@ -40,7 +40,8 @@ Image = Annotated[
         "REGISTRY/NAME:TAG or REGISTRY/NAME@sha256:DIGEST, the name in small letters",
     ),
 ]
-#: Kubernetes takes no colon there; what the image itself has at the others would be hidden.
+#: Kubernetes allows no colon in mount paths; a mount at a system folder would hide the image's
+#: files.
 Folder = Annotated[
     str,
     Form(
@@ -55,7 +56,7 @@ LabelKey = Annotated[
     str, Form(rf"^((?=.{{1,253}}/){_NAME}/)?{_LABEL}$", f"[domain/]name; a name: {_LABEL_WORDS}")
 ]
 LabelValue = Annotated[str, Form(f"^({_LABEL})?$", f"{_LABEL_WORDS}; or nothing")]
-#: Without a domain, those that Kubernetes itself knows.
+#: Resources without a domain are those built into Kubernetes.
 Resource = Annotated[
     str,
     Form(
@@ -72,7 +73,7 @@ Quantity = Annotated[
 ]
 Labels = dict[LabelKey, LabelValue]
 
-#: Keys of a PodSpec (core/v1) whose values are strings wherever they stand, or hold them.
+#: Keys of a PodSpec (core/v1) whose values are, or contain, only strings wherever they occur.
 STRINGS = (
     "args command add drop values searches nameservers hostnames name value key operator effect"
     " image imagePullPolicy serviceAccountName priorityClassName preemptionPolicy schedulerName"
@@ -84,7 +85,7 @@ STRINGS = (
 
 
 def _types(value: Any, at: str, string: bool = False) -> Iterator[str]:
-    """Values that Kubernetes would refuse or drop for their types, as sentences."""
+    """Yield a sentence for each value that Kubernetes would refuse or drop because of its type."""
     if value is None:
         yield f"{at}: nothing is given, and a patch removes nothing: leave the key out"
     elif isinstance(value, dict):
@@ -94,7 +95,7 @@ def _types(value: Any, at: str, string: bool = False) -> Iterator[str]:
             yield from _types(inner, f"{at}.{key}", string or key in STRINGS.split())
     elif isinstance(value, list):
         for number, inner in enumerate(value):
-            # entries of a list of mappings say it by their own keys
+            # entries of a list of mappings are checked by their own keys
             yield from _types(inner, f"{at}[{number}]", string and not isinstance(inner, dict))
     elif not isinstance(value, str) and (string or not isinstance(value, bool | int | float)):
         yield (
