@@ -137,13 +137,8 @@ def data_check(run: Run | Path | str = DEFAULT_RUN_FILE, *, progress: Progress =
     """Decode every image and clip once, and exclude the samples that cannot be used.
 
     Raises:
-<<<<<<< HEAD
-        BadSamplesError: more is broken than `data.max_bad_fraction` allows; it has them all.
-        Others as `data.indexing.building.open_index`.
-=======
         BadSamplesError: more is broken than `data.max_bad_fraction` allows; it lists all of them.
-        Others as `data.index.open_index`.
->>>>>>> p-commands
+        Others as `data.indexing.building.open_index`.
     """
     opened, inputs = _with_data(run)
     from disttrain_cli.data.checking import find_broken, unchecked

@@ -129,25 +129,14 @@ def message_ms(message: Message, links: LinkTimes, *, tp: int) -> float:
 def times_ms(
     run: Run, probes: Probes, index: int, overlap: bool, duration: Duration, *, tp: int
 ) -> dict[HidingPass, list[float]]:
-<<<<<<< HEAD
-    """By pass, times at each probe."""
+    """Return times at each probe, by pass."""
     found = passes(run, probes, index, overlap, tp=tp)
     return {name: list(map(duration, each)) for name, each in found.items()}
 
 
 def passes(run: Run, probes: Probes, index: int, overlap: bool, *, tp: int) -> Passes:
-    """Events of a layer; none where it does not overlap though it is asked to."""
-    layer = joined_shard(run, probes, index, overlap, tp=tp)
-=======
-    """Return times at each probe, by pass."""
-    found = passes(run, probes, index, tp, overlap)
-    return {name: list(map(duration, each)) for name, each in found.items()}
-
-
-def passes(run: Run, probes: Probes, index: int, tp: int, overlap: bool) -> Passes:
     """Record the events of a layer; none where `overlap` is requested and it cannot overlap."""
-    layer = joined_shard(run, probes, index, tp, overlap)
->>>>>>> p-commands
+    layer = joined_shard(run, probes, index, overlap, tp=tp)
     events: Passes = {}
     if layer.group is None or layer.group.overlap != overlap:
         return events
