@@ -12,6 +12,8 @@ from collections.abc import Generator, Iterator
 import pytest
 from hypothesis import settings
 
+from disttrain_cli.calls import Reader, read_by
+
 settings.register_profile("repeatable", derandomize=True, deadline=None, database=None)
 settings.load_profile("repeatable")
 os.environ.pop("COLUMNS", None)
@@ -53,3 +55,9 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+@pytest.fixture(autouse=True)
+def _nobody_has_named_a_run() -> None:
+    """Messages of a test name no run file that an earlier test of the process opened."""
+    read_by(Reader())

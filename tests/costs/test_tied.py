@@ -139,9 +139,3 @@ def test_the_search_asks_for_memory_of_one_copy_on_one_stage() -> None:
         rows = list_rows(Unit("llm", ("llm",), profile, cluster), 4, 8, 8, 1)
         totals.append(rows.state_gib)
     assert (totals[1] - totals[0]) * GIB == pytest.approx(16 * SHARED)
-
-
-def test_a_profile_without_tied_weights_or_adapters_is_written_as_before_there_were_any() -> None:
-    """So that plans that were made for profiles of then still know them by their fingerprints."""
-    tied, apart = (one.model_dump_json() for one in profiles())
-    assert '"tied"' in tied and '"tied"' not in apart and "trained_parameters" not in apart

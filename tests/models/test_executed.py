@@ -305,7 +305,7 @@ def priced(path: str, place: int, tp: int, sizes: dict[str, Any]) -> dict[str, f
     dtype = torch.bfloat16 if run.file.train.precision == "bf16" else torch.float32
     table, inputs = layer_table(run), describe(run)
     info = table[place]
-    layer = build_layers(run, place, place + 1, "meta", dtype, tp)[0]
+    layer = build_layers(run, place, place + 1, "meta", dtype, tp=tp)[0]
     join(layer, Group(None, tp, 0) if tp > 1 else None)
     layer.ask_for_gradients()
     batch = probe_batch(inputs, device="meta", **sizes)

@@ -25,7 +25,7 @@ def _block(make_run: Any, overlap: bool, later: bool = False) -> Any:
     run = make_run(llm={"config": {"vocab_size": 264}})
     table, inputs = layer_table(run), describe(run)
     place = next(i for i, t in enumerate(table) if (t.module, t.kind) == ("llm", "block"))
-    layer = build_layers(run, place, place + 1, "meta", torch.bfloat16, TP)[0]
+    layer = build_layers(run, place, place + 1, "meta", torch.bfloat16, tp=TP)[0]
     join(layer, Noted(size=TP, overlap=overlap))
     if later:
         split(layer)

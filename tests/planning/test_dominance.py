@@ -14,6 +14,7 @@ from disttrain_cli.planning.dominance import not_behind, undominated
 from disttrain_cli.planning.search import search
 from disttrain_cli.planning.sensitivity import scale_images
 from disttrain_cli.planning.units import Cluster, groupings
+from disttrain_cli.spec.shape import ParallelShape
 from tests.planning import synthetic
 
 
@@ -64,4 +65,5 @@ def test_text_alone_takes_little_memory_on_thousands_of_gpus() -> None:
     found = search(units, cluster, top=16)
     most = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert found.best[0].shapes[0] == found.best[0].shapes[2] == (1, 1, 1) and most < 100 * 2**20
+    image, _, generator = found.best[0].units
+    assert image == generator == ParallelShape() and most < 100 * 2**20

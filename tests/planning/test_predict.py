@@ -534,7 +534,7 @@ def test_a_round_keeps_to_its_limits(case: tuple[Profile, list[Unit], Cluster]) 
     _, units, cluster = case
     limits = Limits(1e9, most=4, least=2, without=frozenset({(1, 1, 2), (2, 1, 4)}))
     found = best_by_formula(units, cluster, 40, limits)
-    shapes = {(tp, dp) for one in found.best for tp, dp, _ in one.shapes[1:2]}
+    shapes = {(one.units[1].tp, one.units[1].dp) for one in found.best}
     assert shapes and all(2 <= dp <= 4 for _, dp in shapes) and not shapes & {(1, 2), (2, 4)}
     faster = Limits(found.best[0].total_ms / 2, 4)
     assert not best_by_formula(units, cluster, 4, faster).best

@@ -307,7 +307,7 @@ def test_two_encoders_equal_an_integer_programme(gpus: int, batch: int, share: f
     cluster = Cluster(gpus, gpus, 1e6, 1, batch)
     units = groupings(profile, cluster, "disaggregated")[0]
     found = search(units, cluster).best[0]
-    assert len(found.shapes) == 4
+    assert len(found.units) == 4
     assert found.total_ms == pytest.approx(by_milp(units, cluster), rel=1e-6)
 
 
@@ -356,7 +356,7 @@ def test_a_batch_that_no_dp_divides_leaves_gpus_idle() -> None:
     run = synthetic.run_file(batch=7, gpus=12)
     cluster = Cluster(12, 12, 4.0, 1, 7)
     found = search(groupings(synthetic.tiny(run), cluster, "disaggregated")[0], cluster).best[0]
-    assert found.shapes[1][1] in (1, 7) and found.gpus <= 12
+    assert found.units[1].dp in (1, 7) and found.gpus <= 12
 
 
 def test_tp_may_be_limited() -> None:
@@ -365,10 +365,7 @@ def test_tp_may_be_limited() -> None:
     free = search(groupings(profile, cluster, "disaggregated")[0], cluster).best[0]
     one = Cluster(96, 8, 30.0, 1, 240, most_tp=1)
     limited = search(groupings(profile, one, "disaggregated")[0], one).best[0]
-    assert (
-        max(shape[0] for shape in free.shapes) > 1
-        and max(shape[0] for shape in limited.shapes) == 1
-    )
+    assert max(unit.tp for unit in free.units) > 1 and max(unit.tp for unit in limited.units) == 1
     assert limited.total_ms >= free.total_ms
 
 
@@ -392,6 +389,5 @@ def test_memory_makes_the_llm_deeper() -> None:
     for limit in (40.0, 400.0):
         cluster = Cluster(96, 8, limit, 1, 240)
         found = search(groupings(profile, cluster, "disaggregated")[0], cluster).best[0]
-        tp, _, pp = found.shapes[1]
-        depth[limit] = tp * pp
+        depth[limit] = found.units[1].tp * found.units[1].pp
     assert depth[40.0] > depth[400.0]

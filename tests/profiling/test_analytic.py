@@ -151,7 +151,7 @@ def test_costs_are_those_of_the_operators_at_any_size(run: Run, profile: Profile
         cost = profile.modules[info.module].costs[info.kind]
         for tp in [1, 2] if "2" in cost.tp else [1]:
             shard = cost.tp[str(tp)]
-            layer = build_layers(run, place, place + 1, "meta", torch.bfloat16, tp)[0]
+            layer = build_layers(run, place, place + 1, "meta", torch.bfloat16, tp=tp)[0]
             join(layer, None if tp == 1 else Noted(None, tp, 0))
             batch = probe_batch(inputs, device="meta", **sizes)
             state = state_at(table, place, inputs, batch, "meta", torch.bfloat16, tp=tp)
@@ -234,7 +234,7 @@ def layer_mfu(run: Run, name: str, device: str, tp: int = 1, **sizes: Any) -> fl
     batch = probe_batch(inputs, device="meta", **sizes)
     state = state_at(table, place, inputs, batch, "meta", torch.bfloat16)
     shard, whole = (
-        build_layers(run, place, place + 1, "meta", torch.bfloat16, t)[0] for t in (tp, 1)
+        build_layers(run, place, place + 1, "meta", torch.bfloat16, tp=t)[0] for t in (tp, 1)
     )
     done = layer_operators(shard, state, batch)
     known = analytic_device(device, run.file.cluster, "bf16")

@@ -167,7 +167,7 @@ def _peak(
     with unset_fake_temporarily():
         table, inputs = layer_table(run), describe(run)
         start = first + next(place for place, info in enumerate(table) if info.module == module)
-        layers = build_layers(run, start, start + last - first, "meta", torch.bfloat16, tp)
+        layers = build_layers(run, start, start + last - first, "meta", torch.bfloat16, tp=tp)
     group = Group(dist.group.WORLD, tp, 0, *SENDS[sends]) if tp > 1 else None
     read = {name for layer in layers for name in layer.reads}
     split = {spec.name for spec in live_tensors(table, start) if spec.split}
@@ -341,7 +341,7 @@ def test_blocks_hold_what_is_noted_on_meta(tmp_path: Path) -> None:
         module, first, _, tp, _, recompute, sends = case
         overlap, symmetric = SENDS[sends]
         place = first + next(i for i, info in enumerate(table) if info.module == module)
-        layer = build_layers(run, place, place + 1, "meta", torch.bfloat16, tp)[0]
+        layer = build_layers(run, place, place + 1, "meta", torch.bfloat16, tp=tp)[0]
         join(layer, Noted(size=tp, overlap=overlap, symmetric=symmetric))
         batch = probe_batch(inputs, device="meta", **SIZES[module])
         state = state_at(table, place, inputs, batch, "meta", torch.bfloat16, tp=tp)

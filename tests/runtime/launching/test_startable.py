@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from disttrain_cli.commands.init import preset_text
+from disttrain_cli.api.presets import preset_text
 from disttrain_cli.errors import SpecError
 from disttrain_cli.runtime.launching.emit import visible
 from disttrain_cli.runtime.launching.emit.startable import check_startable
