@@ -46,7 +46,7 @@ class Reduction:
         self._left = len(groups)  # groups 0 … left - 1 have not started
         self._works: list[Any] = []
         self._group_of = {id(w): number for number, group in enumerate(groups) for w in group}
-        self._to_come: Counter[int] | None = None  # outstanding gradients by weight in the last pass
+        self._to_come: Counter[int] | None = None  # outstanding gradients, in the last pass
         self._incomplete: Counter[int] = Counter()  # weights with outstanding gradients, by group
         if self._overlaps:
             for weight in (weight for group in groups for weight in group):

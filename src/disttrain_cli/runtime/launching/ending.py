@@ -84,7 +84,7 @@ class Ending:
             os._exit(self.code)
 
     def follow(self, verdict: Verdict) -> NoReturn:
-        """Exit because the job is over; the verdict is printed once on each terminal that lacks it."""
+        """Exit because the job is over; print the verdict on terminals that have not shown it."""
         try:
             self._pass_on(verdict)
         finally:

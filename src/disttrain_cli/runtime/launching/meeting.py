@@ -127,7 +127,11 @@ def check_name(host: str) -> None:
 
 
 def arrive(store: dist.Store, barrier: str, number: int, count: int, word: str = "") -> None:
-    """Record in the store that one of `count` ranks or hosts has reached a barrier, with a value."""
+    """Record in the store that one of `count` ranks or hosts has reached a barrier.
+
+    Args:
+        word: value to store for the others.
+    """
     store.set(f"{barrier}/{number}", word)
     if store.add(f"{barrier}/joined", 1) == count:
         store.set(f"{barrier}/complete", "")

@@ -24,7 +24,7 @@ class Node(NamedTuple):
 
 
 def hosts_of(run: Run) -> list[Host]:
-    """Return the hosts of the run file's hostfile, else `cluster.nodes` hosts with made-up names."""
+    """Return the hosts of the hostfile, else `cluster.nodes` hosts with generated names."""
     cluster = run.file.cluster
     if cluster.hostfile is not None:
         return read_hostfile(run.resolve(cluster.hostfile))

@@ -132,7 +132,7 @@ def common(run: Run, job: Path, start: Start) -> dict[str, str]:
 
 
 def check_plain(path: Path, what: str) -> None:
-    """Raise SpecError if a path cannot be named in an option of sbatch, which has no shell quoting."""
+    """Raise SpecError if a path cannot be named in an option of sbatch, which has no quoting."""
     text = str(path)
     if any(sign in text for sign in "\"'\\%\n ") or not text.isprintable():
         raise SpecError(

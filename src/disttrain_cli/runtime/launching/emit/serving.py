@@ -36,7 +36,7 @@ def addresses(run: Run, hosts: Sequence[str]) -> str:
 
 
 def check_no_nodes(run: Run, why: str) -> None:
-    """Raise SpecError: the run file requests preprocessing nodes, which this kind of job cannot have."""
+    """Raise SpecError: the run file has preprocessing nodes, which this kind of job cannot have."""
     raise SpecError(
         f"{why}, and no preprocessing nodes",
         f"cluster.cpu_nodes: {run.file.cluster.cpu_nodes}",

@@ -89,7 +89,7 @@ def _script(folder: Path) -> Path:
 
 
 def _options(run: Run, nodes: list[Node], folder: Path, serving: bool) -> list[str]:
-    """Return the script's `#SBATCH` lines: those of the GPU nodes, then of the preprocessing nodes."""
+    """Return the script's `#SBATCH` lines: of the GPU nodes, then of the preprocessing nodes."""
     cluster, slurm = run.file.cluster, run.file.cluster.slurm
     options = [
         f"--job-name={run.file.name}",
@@ -131,7 +131,7 @@ def _paid(run: Run) -> list[str]:
 
 
 def _serve(run: Run, plan_file: Path, values: dict[str, str]) -> str:
-    """Return lines of shell that start the preprocessing workers and pass their addresses to ranks."""
+    """Return lines of shell that start the preprocessing workers and export their addresses."""
     spec = run.file.preprocess
     assert spec.tls_cert is not None and spec.tls_key is not None
     served = {

@@ -84,7 +84,7 @@ def unshared(files: Mapping[str, Path]) -> list[str]:
 
 
 def check_mounted(run: Run, mount: str, files: Sequence[Path], field: str) -> None:
-    """Raise SpecError if a file of the run is outside the volume that containers mount at `mount`."""
+    """Raise SpecError if a file of the run is outside the volume that containers mount."""
     outside = [
         str(path.resolve())
         for path in (run.path, run.dir.root, *files, *named_files(run).values())
