@@ -313,6 +313,6 @@ def peak_gib(device: torch.device) -> float:
 
 
 def publish(path: Path, row: dict[str, Any]) -> None:
-    """Append a step or a note to the launcher's file, in one write; errors such as a full disk are ignored."""
+    """Append a step or a note to the launcher's file in one write; a full disk is ignored."""
     with contextlib.suppress(OSError), path.open("a") as file:
         file.write(json.dumps(row) + "\n")

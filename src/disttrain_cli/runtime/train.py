@@ -69,7 +69,7 @@ class TrainResult(BaseModel):
     replans: list[Replanned] = []  # the restarts with another plan
     # mean number of this host's cores in use by other processes; None where unknown
     other_cores: float | None = None
-    stopped_by: str | None = None  # the one of `watch.REASONS` that ended the run before its last step
+    stopped_by: str | None = None  # the one of `watch.REASONS` that ended the run early
 
 
 def train(
@@ -129,7 +129,7 @@ def train(
         check_workers(run, plan.plan, index, profile, total, progress)
     batch = run.file.train.global_batch_size
     mixture = mixture_of(index, run.file.train.seed, profile.data, batch)
-    SequenceStream(mixture, progress).epoch_of((resumed or 0) * batch)  # cached before ranks need it
+    SequenceStream(mixture, progress).epoch_of((resumed or 0) * batch)  # before ranks need it
     rows: list[dict[str, Any]] = []
 
     def take(step: dict[str, Any]) -> None:

@@ -41,7 +41,7 @@ def device_index(environment: Mapping[str, str], visible: int) -> int:
 
     Where every rank sees all devices of the host, it is the local rank. Where a rank sees fewer
     devices than there are ranks, either they are its own (Slurm's --gpus-per-task) or ranks share
-    them: `choose_backend` tells these two cases apart.
+    them: `choose_backend` distinguishes these two cases.
 
     Raises:
         DisttrainError: no device is visible.

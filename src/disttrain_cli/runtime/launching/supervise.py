@@ -175,7 +175,7 @@ class Supervisor:
                 why, planned = self._replanner.take()
                 self._restarts.append(why)
                 self._go_on_with(why, planned)
-                if (asked := self._request.signal) is not None:  # a signal during writing of the plan
+                if (asked := self._request.signal) is not None:  # a signal meanwhile
                     return Supervised(self._planned, self._restarts, self._replans, asked.name)
             newest = latest(self._folder.checkpoints)
             resume = newest is not None

@@ -1,4 +1,4 @@
-"""Clock of an emulated device: an operation starts once the device is free and its inputs are there.
+"""Clock of an emulated device: an operation starts once the device is free and its inputs arrived.
 
 As with a GPU, the host starts an operation when the device can begin it, and then does its own work
 (Python, messages, traces) while the device computes: it delays nothing unless it takes longer than
@@ -32,7 +32,7 @@ class Device:
         self.ready_s, self.due_s, self.stepping = 0.0, 0.0, True
 
     def end(self) -> None:
-        """End the step when the device has finished; until the next one only the host's time counts."""
+        """End the step when the device has finished; until the next one only host time counts."""
         sleep_until(self.free_s)
         self.stepping = False
 
@@ -43,7 +43,7 @@ class Device:
 
     @property
     def now_s(self) -> float:
-        """The device's time in a step; the host's time between steps."""
+        """Time of the device in a step; the host's time between steps."""
         return self.next_s if self.stepping else time.monotonic()
 
     @property
@@ -62,7 +62,7 @@ class Device:
         self.due_s = max(self.due_s, at_s)
 
     def run(self, seconds: float) -> None:
-        """Execute an operation of some seconds of the cluster; return when it starts."""
+        """Execute an operation of some seconds of the cluster; block until it starts."""
         begin_s = self.next_s
         sleep_until(begin_s)
         self.late_s.append(time.monotonic() - begin_s)

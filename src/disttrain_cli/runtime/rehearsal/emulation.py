@@ -1,4 +1,4 @@
-"""Emulated cluster of a rehearsal: devices, faults and clock that persist over its starts and plans."""
+"""Emulated cluster of a rehearsal: devices, faults and clock that persist over starts and plans."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Work of a process in every slot, and arrival of its data: the rehearsal's replacement for the loader.
+"""Work of a process in every slot, and arrival of its data: replaces the loader in a rehearsal.
 
 The order of a step is the run's, computed before the step begins: many processes share few cores,
 and between steps the devices' clocks stand still. Times come from the cost models at the work of

@@ -89,7 +89,7 @@ def rehearse(
     """Rehearse the plan in `runs/NAME/rehearsal/`.
 
     The plan must have been checked against the run and profile (`planning.check`). Stopping and
-    restarting work as in training; emulated devices are always as fast as `profile` says.
+    restarting work as in training; emulated devices always have the speed of `profile`.
 
     Args:
         plan: determines the location of faults, even if the rehearsal runs another plan.

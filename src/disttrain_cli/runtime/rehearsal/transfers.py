@@ -30,7 +30,7 @@ class EmulatedBroker(Broker):
     full: Mapping[str, TensorSpec]  # the model's tensors by name, whose size the trace records
 
     def expect(self, slots: Sequence[Slot]) -> None:
-        """Do nothing: nothing is received ahead, as the time of arrival follows the rows of its slot."""
+        """Do nothing: receives are not posted ahead, as arrivals depend on the rows of a slot."""
 
     def send(self, slot: Slot, tensors: dict[str, Tensor]) -> tuple[int, int]:
         """Start sending; return (bytes of the model's own tensors, the peer's rank)."""

@@ -1,9 +1,9 @@
 """`--emit jobset`: a Kubernetes JobSet with a job for the ranks, and one for data preprocessing.
 
 Follows the API jobset.x-k8s.io/v1alpha2 of JobSet 0.10, batch/v1 and core/v1 of Kubernetes.
-A pod is a node. Pods exit with 143 when they were told to stop and have a checkpoint: then the
-JobSet restarts all of them without counting it; with 1 when the job was refused: then it fails;
-otherwise restarts are counted (`train.restarts`).
+A pod is a node. Pods exit with 143 after a stop request with a checkpoint: then the JobSet restarts
+all of them without counting it; with 1 when the job was refused: then it fails; otherwise restarts
+are counted (`train.restarts`).
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ def _secret(run: Run, kind: str) -> str | None:
 def _workers(run: Run, name: str, ended: str) -> str:
     """Return lines of shell that export the workers' addresses and stop the workers at the end.
 
-    The file `ended` tells preprocessing workers that they are no longer needed.
+    Creation of the file `ended` stops preprocessing workers.
     """
     hosts = [f"{name}-{DATA}-0-{number}.{name}" for number in range(run.file.cluster.cpu_nodes)]
     lines = [
