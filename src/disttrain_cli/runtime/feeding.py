@@ -40,7 +40,7 @@ from disttrain_cli.spec.runfile.train import TrainSpec
 
 #: Arrays that the host reads, which are not copied to page-locked memory.
 KEPT = ("grids", "documents", "noise_seeds", "rows", "shares")
-#: Place of a rank that is a replica by itself.
+#: Coordinates of a rank that is a replica by itself.
 WHOLE = Place()
 
 
@@ -76,7 +76,7 @@ def fetcher(
 ) -> Callable[[StepOrder], Callable[[int], Batch]]:
     """Return a function of a step that returns the engine's `fetch(slot)`.
 
-    `fetch` waits for the inputs of a slot, for a rank at `place` in its replica.
+    `fetch` waits for the inputs of a slot, for a rank with coordinates `place` in its replica.
     """
     slots = PinnedAhead(loader, device, dtype, place) if device.type == "cuda" else None
 

@@ -240,7 +240,7 @@ def _remove_orders(job: Joined) -> None:
 
 
 def preflight(payload: dict[str, Any]) -> None:
-    """Meet the other ranks, create and test the process groups, and end.
+    """Join the other ranks, create and test the process groups, and end.
 
     Rank 0 reports how long each took.
     """

@@ -229,7 +229,7 @@ def load(
     start at zero (`newly_trained`).
 
     Raises:
-        MismatchError: its model, data or seed differs from `here` (`folder.made_from`).
+        MismatchError: its inputs differ from `here` (`folder.made_from`).
         SpecError: it is damaged, or lacks a tensor.
     """
     step = check_belongs(folder, here)

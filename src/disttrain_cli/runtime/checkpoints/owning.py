@@ -180,9 +180,9 @@ def allocate_moments(engine: UnitEngine, restart: bool = False) -> None:
 def wanted(engine: UnitEngine, moments_of: Collection[str] = ()) -> dict[str, Pieces]:
     """Return the boxes that this rank reads from a checkpoint, in place: its weights and moments.
 
-    Moments are read for the trained weights whose names are in `moments_of`. Where ZeRO partitions
-    a parameter, the rank reads its partition's masters and moments, and the whole local weight in
-    the model's precision.
+    Moments are read for the trained weights whose owners (`PipelineLayer.owner_of`) are in
+    `moments_of`. Where ZeRO partitions a parameter, the rank reads its partition's masters and
+    moments, and the whole local weight in the model's precision.
     """
     by_key: dict[str, Pieces] = {}
     with_moments = {

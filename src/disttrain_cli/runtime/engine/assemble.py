@@ -135,7 +135,7 @@ def _build_engine(
         downstream=together(downstream),
         tracer=tracer,
     )
-    if engine.optimizer is None:  # DeepSpeed casts what it optimizes
+    if engine.optimizer is None:  # else DeepSpeed has cast the module
         engine.module.to(message_dtype(run.file.train))
     return engine
 

@@ -118,7 +118,7 @@ class StageEngine(PipelineEngine):
 
     @contextmanager
     def backward_under_way(self) -> Iterator[None]:
-        """Keep DeepSpeed's hooks from handling gradients that are computed inside (trap 28)."""
+        """Mark a backward as running: DeepSpeed refuses one that it did not start (trap 28)."""
         self._running_engine_backward = True
         try:
             yield

@@ -55,7 +55,7 @@ class UnitEngine:
     Args:
         stage: the weights under DeepSpeed.
         loss_modules: module that computes each loss of the whole model, by name of the loss.
-        trained: names of the trained weights of the whole model.
+        trained: owners of the whole model's trained weights: modules, "projectors".
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class UnitEngine:
         # of this step, by slot and module
         self._amounts: dict[tuple[int, str], dict[str, int]] = {}
         self.data_wait_ns = 0
-        #: Number of updates in the moments of each name.
+        #: Number of updates in the moments of each owner in `trained`.
         self.updates = dict.fromkeys(trained, 0)
         self.skipped_steps = self.skipped_in_a_row = 0
         self._norm = math.nan

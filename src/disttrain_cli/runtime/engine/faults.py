@@ -21,7 +21,7 @@ from disttrain_cli.errors import DisttrainError
 from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.stage_graph import RankCoords
 
-#: Limit of consecutive skipped steps, after which a model is taken not to recover.
+#: Limit of consecutive skipped steps, after which a model is assumed not to recover.
 MOST_SKIPPED = 10
 PHASES = ("forward", "backward", "gradients")
 _NOTHING_FOUND = torch.iinfo(torch.int64).max

@@ -66,7 +66,9 @@ class Joined:
 
 
 def join(payload: dict[str, Any], stack: ExitStack) -> Joined:
-    """Meet the other ranks, compare all inputs, and join the process group until `stack` exits.
+    """Join the other ranks: rendezvous, comparison of all inputs, and process group.
+
+    The process group is left when `stack` exits.
 
     Raises:
         DisttrainError: the hosts are not equal, ranks are missing, or the network does not carry

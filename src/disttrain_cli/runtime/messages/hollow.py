@@ -2,10 +2,9 @@
 
 The engine's instruction loop, the process groups of its grid and its brokers run as in training,
 over torch's fake backend, which stands for NCCL. Tensors have shapes and no memory, and layers
-return tensors of the rows that a slot determines. Layers' messages to a TP or CP group are
-represented by one message, as for an operator over symmetric memory, and where the group overlaps
-also by one ring pass, as without such memory; messages to the replicas of a stage are one per
-layer.
+return empty tensors with the rows of a slot. Layers' messages to a TP or CP group are represented
+by one message, as for an operator over symmetric memory, and where the group overlaps also by one
+ring pass, as without such memory; messages to the replicas of a stage are one per layer.
 """
 
 from __future__ import annotations

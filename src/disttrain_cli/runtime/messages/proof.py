@@ -1,12 +1,12 @@
 """Proof that recorded ranks finish if messages pair by order alone and every operation blocks.
 
-NCCL has no tags: on one communicator the n-th send from a rank to another meets the n-th receive
-there, a group of messages ends when all of them have met theirs, and what is grouped at one end
-only is undefined (NCCL user guide, "Group calls" and "Point-to-point communication"). A rank is
-assumed to start an operation only when the previous one has ended, whatever the communicator. That
-is stricter than NCCL, whose communicators run concurrently: if every rank finishes this way, the
-ranks' orders agree with one global order, and no number of streams, however few of them a device
-runs at a time, can deadlock in a cycle of waits.
+NCCL has no tags: on one communicator the n-th send from a rank to another matches the n-th receive
+there, a group of messages ends when all of them are matched, and messages that are grouped at one
+end only are undefined (NCCL user guide, "Group calls" and "Point-to-point communication"). A rank
+is assumed to start an operation only when the previous one has ended, whatever the communicator.
+That is stricter than NCCL, whose communicators run concurrently: if every rank finishes this way,
+the ranks' orders agree with one global order, and no number of streams, however few of them a
+device runs at a time, can deadlock in a cycle of waits.
 """
 
 from __future__ import annotations

@@ -28,9 +28,9 @@ def sample(
     most: int | None = None,
     ended: threading.Event | None = None,
 ) -> Samples | None:
-    """Generate a checkpoint's samples into `images/` in a separate process, if there are any.
+    """Generate a checkpoint's samples into `images/` in a separate process.
 
-    Returns None if the run file asks for no samples that the model can generate.
+    Returns None if the run file requests no samples that the model can generate.
 
     Args:
         most: limit for each kind, on the CPU and at low priority; None = no limit.

@@ -36,7 +36,7 @@ RUN_FILE = "disttrain.yaml"
 
 @dataclass(frozen=True)
 class Wish:
-    """Sampling request of a user."""
+    """Request for samples by a user ("wish")."""
 
     prompts: Sequence[str] = ()
     images: Sequence[Path] = ()  # each combined with every prompt, or alone without prompts

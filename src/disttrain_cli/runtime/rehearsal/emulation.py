@@ -49,7 +49,7 @@ class EmulatedCluster:
 
     Args:
         first: plan of the rehearsal's first start.
-        steps: number of the last step.
+        steps: total number of steps.
     """
 
     run: Run

@@ -25,7 +25,7 @@ MARGIN_S = 0.1
 
 
 class NodeTracer(Tracer):
-    """Traces of all replicas that a process stands for, which all do what the process does.
+    """Traces of all replicas that a process stands for, which run in lockstep.
 
     Args:
         tracers: of every replica, one after the other: of its first rank or, where a rank of a CP

@@ -1,4 +1,4 @@
-"""Recording of a rank's work: rows of `spec.trace.TRACE_COLUMNS`, saved per step, then in Parquet."""
+"""Recording of a rank's work: rows of `spec.trace.TRACE_COLUMNS`, per step, later in Parquet."""
 
 from __future__ import annotations
 

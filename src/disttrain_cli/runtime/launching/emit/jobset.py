@@ -213,7 +213,7 @@ def _secret(run: Run, kind: str) -> str | None:
 def _workers(run: Run, name: str, ended: str) -> str:
     """Return lines of shell that export the workers' addresses and stop the workers at the end.
 
-    Creation of the file `ended` stops preprocessing workers.
+    Creating the file `ended` stops the preprocessing workers.
     """
     hosts = [f"{name}-{DATA}-0-{number}.{name}" for number in range(run.file.cluster.cpu_nodes)]
     lines = [
