@@ -276,6 +276,7 @@ def read_tensors(
 
     Args:
         layers: names of the layers to read; None = all.
+        groups: names of the groups to read.
 
     Raises:
         SpecError: a layer is not in the checkpoint, or a file is damaged.

@@ -234,7 +234,9 @@ def starts(run: Run, folder: Path | None, resume: bool) -> list[str]:
 
 
 def start_from(folder: Path, engine: UnitEngine, run: Run) -> None:
-    """Load this rank's weights from an origin of any layout; every rank calls this before step 1.
+    """Load this rank's weights from an origin of any layout.
+
+    Every rank calls this before its first step.
 
     Raises:
         SpecError: it is damaged, or lacks a tensor of the model.

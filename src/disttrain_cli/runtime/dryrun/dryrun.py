@@ -47,7 +47,7 @@ class StageReport(BaseModel):
     seen: StageSeen
     priced_kept_gib: float  # saved activations of the same work
     priced_gib: float  # peak of the same work, without `unseen_gib`
-    unseen_gib: float  # in the plan only: fragmentation, CUDA context, communicators
+    unseen_gib: float  # not seen on a fake device: fragmentation, CUDA context, communicators
     planned_gib: float  # the plan's peak with `unseen_gib`; its worst case may split items
     limit_gib: float
 

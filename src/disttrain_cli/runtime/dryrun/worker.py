@@ -245,7 +245,7 @@ def watched(
                 observer.alive_bytes,
             )
             received = bytes_of(list(engine._state.get(slot, {}).values()))
-            # a send removes its tensors from the state
+            # only for sends: a reference would keep tensors alive that a forward frees
             state = dict(engine._state.get(slot, {})) if "send" in name else {}
             stock(slot)
             for (what, where), times in (waits.counts - waited).items():

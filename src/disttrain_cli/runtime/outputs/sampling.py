@@ -40,7 +40,7 @@ from disttrain_cli.spec.runfile import Run, read_run
 from disttrain_cli.spec.samples import FILE, Answer, Drawn, Samples, Written
 from disttrain_cli.spec.whole import write_whole
 
-NICE = 10  # priority during training: about a tenth of a core that a rank keeps busy
+NICE = 10  # niceness during training: about a tenth of a core that a rank keeps busy
 MOST_STEPS = 16  # global batches searched for images to generate
 TEXT_TOKENS = 64  # limit of the text written after an image at the end of training
 TOGETHER = 50  # prompts of a batch
@@ -251,7 +251,7 @@ def _pictures(run: Run, model: Trained) -> Iterator[tuple[bytes, str]]:
             ids = next(texts) if kind == TEXT else None
             if kind == IMAGE:
                 image = int(index.file[segment])
-            elif ids is None or is_own:  # not a template's text around an image
+            elif ids is None or is_own:  # not a text around the parts of an image
                 if ids is not None and image is not None:
                     yield reader.file(row, image), tokenizer.decode(ids).partition("\n")[0]
                 image = None

@@ -88,7 +88,7 @@ class EmulatedEngine(UnitEngine):
     feeder: Feeder
     reduce_s: float
     optimizer_s: float
-    # instead of these two, where messages are overlapped with passes (`costs.overlap`)
+    # instead of `reduce_s`, `optimizer_s` where messages overlap with passes (`costs.overlap`)
     reducing: Hidden | None
     gathering: Hidden | None
 
