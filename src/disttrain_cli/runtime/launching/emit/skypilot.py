@@ -94,8 +94,7 @@ def check(run: Run, folder: Path, serving: bool, *, plan_file: Path) -> None:
 
     Raises:
         SpecError: preprocessing nodes; required fields of `cluster.skypilot` that are missing;
-            files
-            outside the volume.
+            files outside the volume.
     """
     cluster, spec = run.file.cluster, run.file.cluster.skypilot
     if serving:
