@@ -1,8 +1,7 @@
-"""Losses on held-out data: the forward half of the pipeline over sequences that are never trained
-on.
+"""Losses on held-out data: forwards over sequences that are never trained on.
 
 The sequences, their noise and their timesteps are the same every time, and whole global batches, so
-that every layout computes the same figures.
+that every layout computes the same losses.
 """
 
 from __future__ import annotations
@@ -27,27 +26,27 @@ from disttrain_cli.spec.stage_graph import RankCoords
 if TYPE_CHECKING:
     from disttrain_cli.runtime.engine.engine import UnitEngine
 
-#: What evaluations may take of a run where nothing else is asked for, and how many there are at
-#: most; what a batch of one takes of a step: a third by FLOPs, 0.47 measured with its loading on
-#: two cores (preset tiny).
+#: Defaults: share of a run's time for evaluations, and their maximum number; and the cost of an
+#: evaluation batch in training steps: a third by FLOPs, 0.47 measured with its loading on two
+#: cores (preset tiny).
 SHARE, OFTEN, FORWARD = 0.03, 10, 0.45
 TEXT = "text"  # the loss of the LLM; all others are of generators
 
 
 @dataclass(frozen=True)
 class Standing:
-    """The lowest held-out loss so far."""
+    """Lowest held-out loss so far."""
 
     loss: float | None = None
     step: int = -1
-    since: int = 0  # evaluations
+    since: int = 0  # number of evaluations after it
 
 
 def schedule(spec: EvaluationSpec, steps: int, batch: int, sequences: float) -> tuple[int, int]:
-    """(steps between evaluations, global batches of each) of a run of so many steps.
+    """Return (steps between evaluations, global batches of each) for a run of `steps` steps.
 
     Args:
-        sequences: packed sequences of the held-out data, about.
+        sequences: approximate number of packed sequences of the held-out data.
     """
     if spec.sequences == "auto":
         affordable = int(SHARE / FORWARD * steps / OFTEN)
@@ -62,13 +61,13 @@ def schedule(spec: EvaluationSpec, steps: int, batch: int, sequences: float) -> 
 
 
 class Evaluation:
-    """Evaluates this rank's part of the model, together with all others.
+    """Evaluation of this rank's part of the model, together with all other ranks.
 
     Args:
-        index: of all data, held-out ones included.
-        fields: what the layers of the rank's stage need of a batch (`Loader`).
-        steps: of the training in all.
-        before: what earlier starts found.
+        index: of all data, held-out samples included.
+        fields: batch fields that the layers of the rank's stage need (`Loader`).
+        steps: total training steps of the run.
+        before: lowest loss of earlier starts.
     """
 
     def __init__(
@@ -83,7 +82,7 @@ class Evaluation:
         steps: int | None = None,
         before: Standing | None = None,
     ) -> None:
-        # As packed: what a policy finds for a layout does not matter here, and searches take time.
+        # No ordering policy: its balance does not matter here, and its search takes time.
         train = run.file.train.model_copy(update={"ordering": "none"})
         self._run = run.model_copy(update={"file": run.file.model_copy(update={"train": train})})
         self._layout, self._index, self._coords = layout, held_out(index), coords
@@ -102,7 +101,7 @@ class Evaluation:
 
     @property
     def plan(self) -> str:
-        """When it evaluates what, and what that costs, for people."""
+        """Sentence for the user: when it evaluates how much, and at what cost."""
         if self._every > self._steps:
             return (
                 f"No evaluation in {self._steps:,} steps: the first is due after"
@@ -115,12 +114,12 @@ class Evaluation:
         )
 
     def due(self, step: int) -> bool:
-        """True where there is an evaluation after a step."""
+        """Return True if an evaluation follows a step."""
         last = self.spec.every_steps == "auto" and step + 1 == self._steps >= self._every
         return last or (step + 1) % self._every == 0
 
     def take(self, step: int, loss: float) -> bool:
-        """Take in the loss after a step; True where it is the lowest so far."""
+        """Record the loss after a step; return True if it is the lowest so far."""
         lowest = math.inf if self.standing.loss is None else self.standing.loss
         best = loss < lowest
         self.standing = (
@@ -130,14 +129,14 @@ class Evaluation:
 
     @property
     def stops(self) -> bool:
-        """True where the loss has not fallen for `stop_after` evaluations."""
+        """True if the loss has not fallen for `stop_after` evaluations."""
         return 0 < self.spec.stop_after <= self.standing.since
 
     def losses(self, engine: UnitEngine) -> dict[str, Any]:
-        """`evaluation_loss` and so on (`told`): means over tokens and images.
+        """Return `evaluation_loss` and the other fields of `told`: means over tokens and images.
 
-        Every rank calls this. It leaves one `evaluation` row in the trace, and the time of no step
-        longer.
+        Every rank calls this. It adds one `evaluation` row to the trace, outside the time of any
+        step.
         """
         tracer, begun = engine.tracer, engine.tracer.mark()
         tracer.begin("evaluation")
@@ -169,19 +168,19 @@ class Evaluation:
 
 
 def world_losses(engine: UnitEngine, weights: LossWeights) -> dict[str, Any]:
-    """Losses of the last step's global batch, as `told`."""
+    """Return the losses of the last step's global batch, with the fields of `told`."""
     return told(engine.loss_modules, engine.step_losses, weights)
 
 
 def told(modules: dict[str, str], losses: dict[str, float], weights: LossWeights) -> dict[str, Any]:
-    """What is told of weighted losses: their sum `loss`, and unweighted `loss_text` and
-    `loss_image`.
+    """Return the reported losses: weighted sum `loss`, unweighted `loss_text` and `loss_image`.
 
     Without a generator `loss_image` is None; with several it is their mean, and `generator_losses`
     has each by module.
 
     Args:
-        modules: by name of a loss, the module that has it.
+        modules: module that computes each loss, by name of the loss.
+        losses: weighted losses by name.
     """
     weight = {
         name: weights.text if name == TEXT else weights.of(module)

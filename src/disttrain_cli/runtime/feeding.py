@@ -1,8 +1,8 @@
-"""What a rank's loader prepared, as tensors on its device.
+"""Transfer of a rank's loaded batches to tensors on its device.
 
-On a GPU a thread takes the slots one ahead of the engine and copies them into page-locked memory,
-so that the copy to the device does not need the engine. Pixels travel as bytes and are normalised
-on the device. On a CPU nothing else is copied.
+On a GPU a thread is one slot ahead of the engine and copies slots into page-locked memory, so that
+the copy to the device does not need the engine. Pixels are transferred as bytes and normalised on
+the device. On a CPU nothing else is copied.
 """
 
 from __future__ import annotations
@@ -38,42 +38,46 @@ from disttrain_cli.spec.places import Places
 from disttrain_cli.spec.plan import UnitPlan
 from disttrain_cli.spec.runfile.train import TrainSpec
 
-#: Arrays that the host reads.
+#: Arrays that the host reads, which are not copied to page-locked memory.
 KEPT = ("grids", "documents", "noise_seeds", "rows", "shares")
-#: Of a rank that shares its replica with nobody.
+#: Coordinates of a rank that is a replica by itself.
 WHOLE = Place()
 
 
 class Slots(Protocol):
-    """Where a rank's inputs come from (`data.loader.Loader`)."""
+    """Source of a rank's inputs (`data.loader.Loader`)."""
 
     def fetch(self, step: int, slot: int) -> SlotBatch:
-        """Inputs of this replica for one slot; slots are asked for in the order of training."""
+        """Return this replica's inputs for one slot; slots are requested in training order."""
         ...
 
     def prefetch(self, step: int, slot: int) -> None:
-        """Have this slot and those after it prepared in the background."""
+        """Prepare this slot and the following ones in the background."""
         ...
 
 
 def fields_of(layers: Iterable[LayerInfo], unit: UnitPlan) -> set[str]:
-    """What a stage of these layers needs of a batch (`Loader`): with samples' lengths wherever
-    tokens are levelled by them."""
+    """Return the batch fields that a stage of these layers needs (`Loader`).
+
+    These include samples' lengths wherever tokens are balanced by them.
+    """
     fields = {field for info in layers for field in info.needs}
     levelled = unit.gathers and fields & {"tokens", "rows", "context", "labels"}
     return fields | {"layout"} if levelled else fields
 
 
 def message_dtype(train: TrainSpec) -> torch.dtype:
-    """Precision of what layers read and ranks send each other."""
+    """Return the precision of layers' inputs and of messages between ranks."""
     return torch.bfloat16 if train.precision == "bf16" else torch.float32
 
 
 def fetcher(
     loader: Slots, device: torch.device, dtype: torch.dtype, place: Place = WHOLE
 ) -> Callable[[StepOrder], Callable[[int], Batch]]:
-    """For a step, what the engine calls to wait for the inputs of a slot of a rank at this place in
-    its replica."""
+    """Return a function of a step that returns the engine's `fetch(slot)`.
+
+    `fetch` waits for the inputs of a slot, for a rank with coordinates `place` in its replica.
+    """
     slots = PinnedAhead(loader, device, dtype, place) if device.type == "cuda" else None
 
     def fetch_of(order: StepOrder) -> Callable[[int], Batch]:
@@ -97,12 +101,12 @@ def to_batch(
     dtype: torch.dtype,
     place: Place = WHOLE,
 ) -> Batch:
-    """Prepared arrays as tensors on the device; pixels and sound take the model's precision. Of the
-    tokens a rank of a CP group takes its own; of items that are dealt out over a TP group the
-    arrays have the rank's own values (`own_values`).
+    """Return prepared arrays as tensors on the device.
 
-    From page-locked memory the copies are asynchronous, and torch keeps that memory until they are
-    done.
+    Pixels and sound take the model's precision. A rank of a CP group takes its part of the tokens;
+    of items that are distributed over a TP group, the arrays have only the rank's values
+    (`own_values`). From page-locked memory the copies are asynchronous, and torch holds that memory
+    until they are complete.
     """
 
     def tensor(value: Any, kind: torch.dtype | None = None) -> Any:
@@ -110,12 +114,12 @@ def to_batch(
 
     def read(value: Any, head: Head) -> Tensor:
         raw = tensor(value)
-        if raw.dtype == torch.uint16:  # bf16, which NumPy does not know
+        if raw.dtype == torch.uint16:  # bf16, which NumPy lacks
             raw = raw.view(torch.bfloat16)
         return raw.to(dtype) if head.affine is None else normalised(raw, head.affine, dtype)
 
     def of_tokens(values: Any) -> Any:
-        """The rank's own of [..., M, L]."""
+        """Return this rank's part of values [..., M, L]."""
         if values is None or own is None:
             return tensor(values)
         flat = as_tensor(values).flatten(-2)
@@ -187,8 +191,11 @@ def to_batch(
 def replicated_in(
     arrays: SlotBatch, inputs: ModelInputs, place: Place
 ) -> Iterator[tuple[Item, int, Head]]:
-    """Modules whose items are dealt out over the TP group, as far as a slot has values of them:
-    their item, their number among those of it, and their head."""
+    """Yield the modules whose items are distributed over the TP group, where a slot has values.
+
+    Yields:
+        (item, index among the modules of that item, head).
+    """
     for item, arrays_of_item in arrays.items.items():
         for number in arrays_of_item.values:
             head = inputs.of(item)[number]
@@ -197,13 +204,15 @@ def replicated_in(
 
 
 def owners_of(arrays: ItemArrays, head: Head, place: Place) -> Ints:
-    """[N] TP rank that works on each of a replica's items."""
+    """Return [N] the TP rank that works on each of a replica's items."""
     return owners(head.size(np.asarray(arrays.grids).prod(axis=1)), place.tp)
 
 
 def own_values(arrays: SlotBatch, inputs: ModelInputs, place: Place) -> SlotBatch:
-    """A slot's arrays, of modules whose items are dealt out over a TP group with what the rank's
-    own items bring alone; nothing else is copied to a device."""
+    """Return a slot's arrays with only this rank's items of modules distributed over a TP group.
+
+    Nothing else is copied to a device.
+    """
     items = dict(arrays.items)
     for item, number, head in replicated_in(arrays, inputs, place):
         given = items[item]
@@ -219,20 +228,20 @@ def own_values(arrays: SlotBatch, inputs: ModelInputs, place: Place) -> SlotBatc
 
 
 def sample_lengths(documents_ML: Ints) -> list[int]:
-    """Tokens of each sample in the M·L rows, a sequence's padding as one more."""
-    # no sample's number, so every sequence begins one
+    """Return the tokens of each sample in the M·L rows; padding counts as one more sample."""
+    # no sample has number -2, so every sequence starts a new sample
     starts = np.flatnonzero(np.diff(documents_ML, prepend=-2))
     return np.diff(starts, append=documents_ML.size).tolist()
 
 
 def tokens_of(arrays: SlotBatch) -> int:
-    """Tokens of all sequences of a slot, as far as it has fields of them: M·L."""
+    """Return the tokens of all sequences of a slot, M·L; 0 if it has no token fields."""
     of_tokens = (arrays.token_ids, arrays.labels, arrays.positions)
     return next((math.prod(known.shape[-2:]) for known in of_tokens if known is not None), 0)
 
 
 def own_tokens(arrays: SlotBatch, lengths: list[int] | None, place: Place) -> list[Run]:
-    """The runs of a slot's tokens that a rank of a CP group works on, in ascending order."""
+    """Return the runs of a slot's tokens of a rank in a CP group, in ascending order."""
     tokens = tokens_of(arrays)
     if not place.gathers or not tokens:
         return [place.of_group(tokens)]
@@ -243,8 +252,10 @@ def own_tokens(arrays: SlotBatch, lengths: list[int] | None, place: Place) -> li
 def in_tokens(
     places: Places, device: torch.device, own: Sequence[Run] | None = None
 ) -> dict[str, Any]:
-    """The fields of `Items` that say which tokens their rows become: of all tokens, or of those in
-    the runs `own`, counted through these."""
+    """Return the fields of `Items` for the tokens that their rows become.
+
+    Token indices are among all tokens, or, with `own`, among the tokens of these runs.
+    """
     if own is None and places.shares is None:
         return {"rows": to_device(as_tensor(places.at), device)}
     starts, stops = np.array(own or [(0, np.iinfo(np.int64).max)]).T
@@ -261,8 +272,7 @@ def in_tokens(
 
 
 def normalised(planes: Tensor, affine: Affine, dtype: torch.dtype) -> Tensor:
-    """Bytes [N, C, H, W] as a model reads them: computed in single precision, whatever the
-    model's."""
+    """Return bytes [N, C, H, W] as model input, computed in single precision for any `dtype`."""
     scale, shift = constant(torch.tensor, affine, device=planes.device, dtype=torch.float32).T[
         ..., None, None
     ]
@@ -270,8 +280,7 @@ def normalised(planes: Tensor, affine: Affine, dtype: torch.dtype) -> Tensor:
 
 
 class PinnedAhead:
-    """The slots of a loader in page-locked memory, the next one taken while the engine works on
-    this one."""
+    """A loader's slots in page-locked memory, fetched one slot ahead of the engine."""
 
     def __init__(
         self, loader: Slots, device: torch.device, dtype: torch.dtype, place: Place = WHOLE
@@ -281,7 +290,7 @@ class PinnedAhead:
         self._next: dict[tuple[int, int], Future[SlotBatch]] = {}
 
     def fetch(self, order: StepOrder, slot: int) -> SlotBatch:
-        """Tensors in the place of arrays; raises what the loader raises."""
+        """Return a slot with tensors in place of arrays; raises what the loader raises."""
         inputs = order.slots[slot].inputs
         batch = self._begin(inputs, order.step, slot).result()
         following = (order.step, slot + 1) if slot + 1 < len(order.slots) else (order.step + 1, 0)
@@ -298,8 +307,7 @@ class PinnedAhead:
 
 
 def pinned(arrays: SlotBatch, dtype: torch.dtype) -> SlotBatch:
-    """The same in page-locked memory: tensors, numbers in the precision; what the host reads
-    stays."""
+    """Return the arrays as page-locked tensors, floats in `dtype`; those the host reads stay."""
     copies = {
         name: value if name.rpartition("/")[2] in KEPT else _locked(name, value, dtype)
         for name, value in flat_arrays(arrays).items()
@@ -316,14 +324,16 @@ def _locked(name: str, value: Any, dtype: torch.dtype) -> Any:
 
 
 def page_locked(array: Any, dtype: torch.dtype | None) -> Tensor:
-    """One copy of an array, converted on the way, from which a GPU reads by itself."""
+    """Copy and convert an array into page-locked memory, from which a GPU reads by itself."""
     source = as_tensor(array)
     return torch.empty(source.shape, dtype=dtype or source.dtype, pin_memory=True).copy_(source)
 
 
 def as_tensor(value: Any) -> Tensor:
-    """An array's own memory as a tensor; what a preprocessing worker sent is read-only, and nothing
-    writes to it."""
+    """Return a tensor over an array's memory.
+
+    Arrays from preprocessing workers are read-only, and nothing writes to them.
+    """
     if isinstance(value, Tensor) or value.flags.writeable:
         return torch.as_tensor(value)
     with warnings.catch_warnings():
@@ -332,6 +342,6 @@ def as_tensor(value: Any) -> Tensor:
 
 
 def _use(device: torch.device) -> None:
-    """Have a thread work on the rank's device: a new one would take up memory on the first."""
+    """Set a thread's device to the rank's: else it would allocate memory on the first device."""
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -1,9 +1,8 @@
-"""Making latents beforehand (`disttrain data latents`, `spec.latents`): every image to generate
-through the VAE of its generator, shard by shard.
+"""Precomputed VAE latents (`disttrain data latents`, `spec.latents`), encoded shard by shard.
 
-A shard's file takes its name when it is whole. Until then what is encoded is appended to
-NAME.partial, from whose end the next call goes on. The description comes last: until then training
-finds the old latents, or none.
+Every image to be generated is encoded by the VAE of its generator. A shard's file gets its name
+when it is complete. Until then encoded images are appended to NAME.partial, which the next call
+continues. The description is written last: until then training uses the old latents, or none.
 """
 
 from __future__ import annotations
@@ -56,26 +55,27 @@ Bytes = NDArray[np.uint8]
 
 
 class Made(NamedTuple):
-    """The latents of one generator."""
+    """Latents of one generator."""
 
     module: str
     path: Path  # of the description
     images: int
-    image_bytes: int  # of each
-    encoded: int  # images of the files that were made now
-    broken: list[Skipped]  # of all, what cannot be decoded
+    image_bytes: int  # size of each image's latents
+    encoded: int  # images of the files that this call wrote
+    broken: list[Skipped]  # undecodable images of all files
 
 
 def make_latents(run: Run, progress: Progress) -> tuple[Index, list[Made]]:
-    """Encode the images of all generators with `cached_latents`; returns the data that they are of.
+    """Encode the images of all generators with `cached_latents`.
 
-    Files that are there and of the same images, VAE and precision stay.
+    Returns the index of their data, and the latents of each generator. Existing files of the same
+    images, VAE and precision are reused.
 
     Raises:
         DataError: the data are missing, or more is broken than `data.max_bad_fraction` allows.
         MismatchError: the data changed.
         DisttrainError: the run is being trained.
-        SpecError: no generator asks for latents, or they cannot be written.
+        SpecError: no generator uses cached latents, or they cannot be written.
     """
     check_sources(run)
     inputs = describe(run)
@@ -138,7 +138,7 @@ def _make(run: Run, index: Index, number: int, head: TargetInput, progress: Prog
 
 
 def _files(run: Run, origin: Origin, images: list[int]) -> list[LatentFile]:
-    """The file of each shard, named by its content and what is made of it."""
+    """Return the file of each shard, named by the hash of the shard and of the encoder."""
     stored = read_stored(run.dir.index).files
     return [
         LatentFile(
@@ -165,7 +165,7 @@ def _is_whole(folder: Path, file: LatentFile, origin: Origin) -> bool:
 
 
 def _marked(folder: Path, file: LatentFile, origin: Origin) -> NDArray[np.int64]:
-    """Rows that earlier calls left for images that cannot be decoded."""
+    """Return the rows that earlier calls marked as images that cannot be decoded."""
     path = folder / (file.name if _is_whole(folder, file, origin) else file.name + PARTIAL)
     rows = path.stat().st_size // origin.image_bytes if path.is_file() else 0
     if not rows:
@@ -181,8 +181,7 @@ def _append(
     pixels: Callable[[list[int]], Iterator[tuple[Bytes, list[Broken]]]],
     encode: Callable[[Bytes], NDArray[Any]],
 ) -> Iterator[tuple[int, list[Broken]]]:
-    """Write a shard's file from where it was left; yields how many images were written since, and
-    which are broken."""
+    """Continue a shard's file; yield (images written since the last yield, broken ones)."""
     unfinished = path.with_name(path.name + PARTIAL)
     with unfinished.open("ab") as file:
         there = file.tell() // image_bytes
@@ -200,7 +199,7 @@ def _append(
 
 
 def _encoded(images: list[Bytes], encode: Callable[[Bytes], NDArray[Any]]) -> list[bytes]:
-    """The moments of each image; those of one size are encoded together."""
+    """Return the moments of each image; images of one size are encoded together."""
     of_sizes: dict[tuple[int, ...], list[int]] = {}
     for number, image in enumerate(images):
         of_sizes.setdefault(image.shape, []).append(number)
@@ -213,7 +212,7 @@ def _encoded(images: list[Bytes], encode: Callable[[Bytes], NDArray[Any]]) -> li
 
 
 def _batches(images: Iterator[tuple[Bytes, list[Broken]]]) -> Iterator[Any]:
-    """As many images as the encoder takes at a time."""
+    """Yield batches of the number of images that the encoder takes at a time."""
     for first in images:
         more = max(1, PIXELS // first[0][0].size) - 1
         yield [first, *islice(images, more)]
@@ -222,7 +221,7 @@ def _batches(images: Iterator[tuple[Bytes, list[Broken]]]) -> Iterator[Any]:
 def _decoded(
     run: Run, index: Index, head: TargetInput, threads: ThreadPoolExecutor, segments: list[int]
 ) -> Iterator[tuple[Bytes, list[Broken]]]:
-    """Pixels of images [3, H, W], in their order; black where one cannot be decoded."""
+    """Yield the pixels of images [3, H, W], in order; black where one cannot be decoded."""
     reader, modality = ShardReader(index, read_tokenizer(run)), MODALITIES[head.item]
 
     def decode(segment: int) -> tuple[Bytes, list[Broken]]:
@@ -242,7 +241,7 @@ def _decoded(
 
 
 def _encoder(run: Run, number: int, head: TargetInput) -> Callable[[Bytes], NDArray[Any]]:
-    """Pixels [N, 3, H, W] → moments [N, 2 · channels, …], as they lie in the file."""
+    """Return a function from pixels [N, 3, H, W] to moments [N, 2 · channels, …] as stored."""
     cuda = run.file.cluster.device != "cpu" and torch.cuda.is_available()
     device, dtype = use_cuda(0) if cuda else torch.device("cpu"), message_dtype(run.file.train)
     config = read_configs(run)[head.module].vae

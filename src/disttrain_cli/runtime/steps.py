@@ -1,5 +1,4 @@
-"""The step loop of a rank: train, report, checkpoint, until the last step or until it is asked to
-stop."""
+"""Step loop of a rank: train, report and checkpoint until the last step or a stop request."""
 
 from __future__ import annotations
 
@@ -50,33 +49,33 @@ from disttrain_cli.spec.trace import SIZES_PER_STEP
 
 @dataclass(frozen=True)
 class Task:
-    """What a start has to do, and where it leaves its artefacts."""
+    """Steps of a start, and the locations of its outputs."""
 
     dir: RunDir
     name: str
-    first: int  # step
+    first: int  # first step
     last: int
-    steps_file: Path  # to which rank 0 appends a line per step, and any rank what it waits for
+    steps_file: Path  # rank 0 appends a line per step, any rank notes on what it waits for
     watch: Watch | None = None
     average: Average | None = None
     evaluation: Evaluation | None = None
     profiler: StepProfiler | None = None
-    say: Callable[[str], None] = print  # what the user should know
-    # what the process held before it had a stage (`peak_gib`); None: not recorded
+    say: Callable[[str], None] = print  # shows a note to the user
+    # memory of the process before it had a stage (`peak_gib`); None: not recorded
     idle_gib: float | None = None
     memory: HostMemory = field(default_factory=watched_memory)
     core_wait: CoreWait = field(default_factory=CoreWait)
 
 
 class Data(Protocol):
-    """What the steps take their orders from."""
+    """Source of the steps' orders."""
 
     def order(self, step: int) -> StepOrder:
-        """What every replica of every unit does in a step."""
+        """Return the work of every replica of every unit in a step."""
         ...
 
     def batch(self, step: int) -> Packing:
-        """A step's global batch, in the order of the data."""
+        """Return a step's global batch, in the order of the data."""
         ...
 
 
@@ -89,13 +88,13 @@ def run_steps(
     data: Data,
     fetch_of: Callable[[StepOrder], Callable[[int], Batch]],
 ) -> str:
-    """Train from `task.first` to `task.last`, or until a rank's `task.watch` is asked to stop.
+    """Train from `task.first` to `task.last`, or until a rank's `task.watch` requests a stop.
 
-    The last thing done is a checkpoint. Returns which of `watch.REASONS` ended it before the last
-    step, or "".
+    Ends with a checkpoint. Returns the one of `watch.REASONS` that ended it before the last step,
+    or "".
 
     Raises:
-        NotFiniteError, OutOfMemoryError: what `UnitEngine.run_step` raises; then nothing is saved.
+        NotFiniteError, OutOfMemoryError: as `UnitEngine.run_step`; then nothing is saved.
         DisttrainError: a checkpoint could not be written.
     """
     every, rank0, tracer = (
@@ -203,7 +202,7 @@ def run_steps(
 
 
 def _standing(task: Task, evaluated: dict[str, Any]) -> dict[str, Any]:
-    """What a checkpoint says of held-out losses: its own, and the lowest so far."""
+    """Return a checkpoint's record of held-out losses: its own, and the lowest so far."""
     if task.evaluation is None:
         return {}
     own = {"held_out_loss": evaluated["evaluation_loss"]} if evaluated else {}
@@ -211,8 +210,10 @@ def _standing(task: Task, evaluated: dict[str, Any]) -> dict[str, Any]:
 
 
 def _mixed(run: Run, profile: Profile, step: int) -> tuple[dict[str, float], bool]:
-    """(weight of each source by name, where they change while the run lasts; whether they do at
-    this step)."""
+    """Return (weights of the sources by name, True if they change at this step).
+
+    Empty if the weights never change during the run.
+    """
     if len(profile.data.phases) < 2:
         return {}, False
     phase, names = profile.data.phase_at(step), run.file.data.names
@@ -221,8 +222,11 @@ def _mixed(run: Run, profile: Profile, step: int) -> tuple[dict[str, float], boo
 
 
 def _figures(engine: UnitEngine, task: Task) -> list[float]:
-    """A rank's figures of a step: how long it waited for data and for a core, its memory, the share
-    of its host's available memory by which its ranks grow each step, and what asked it to stop."""
+    """Return a rank's measurements of a step, to be maximised over all ranks.
+
+    Waits for data and for a core, memory, the share of its host's available memory by which its
+    ranks grow each step, and the index of the reason that requested a stop.
+    """
     reason = task.watch.stop_reason() if task.watch is not None else ""
     growth = share_of_host(task.memory.end_step(), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     waits = [engine.data_wait_ns / 1e9, task.core_wait.of_step()]
@@ -230,8 +234,11 @@ def _figures(engine: UnitEngine, task: Task) -> list[float]:
 
 
 def _agreed(run: Run, engine: UnitEngine) -> tuple[dict[str, Any], float, str]:
-    """Return what all ranks agree on after a step: `world_losses` with the longest waits for data
-    and for a core and the most memory; the largest growth of memory; what asked one to stop."""
+    """Return the values that all ranks agree on after a step.
+
+    `world_losses` with the longest waits for data and for a core and the most memory; the largest
+    growth of memory; the reason of a stop request.
+    """
     data_wait_s, core_wait_s, memory_gib, growth, reason = engine.largest
     losses = world_losses(engine, run.file.model.loss_weights)
     figures = losses | {"data_wait_s": data_wait_s, "memory_gib": memory_gib}
@@ -247,8 +254,7 @@ def _step_row(
     losses: dict[str, Any],
     iteration_s: float,
 ) -> dict[str, Any]:
-    """What `spec.trace.STEP_COLUMNS` say of a step's work, losses and speed, and some figures more
-    for the console."""
+    """Return the columns `spec.trace.STEP_COLUMNS` of a step, and some more for the console."""
     flops = step_flops(profile, layout, order)
     tokens, images = (
         int(sum(slot.sequence_tokens.sum() for slot in order.slots)),
@@ -274,7 +280,7 @@ def _step_row(
 
 
 def _some_sizes(sizes: Sizes) -> Iterator[dict[str, Any]]:
-    """Rows of `spec.trace.SIZE_COLUMNS` of the first sequences."""
+    """Yield rows of `spec.trace.SIZE_COLUMNS` of the first sequences."""
     some = sizes.take(np.arange(min(SIZES_PER_STEP, len(sizes))))
     areas = {item: items.lists() for item, items in some.items.items()}
     for number in range(len(some)):
@@ -288,7 +294,7 @@ def _some_sizes(sizes: Sizes) -> Iterator[dict[str, Any]]:
 
 
 def step_flops(profile: Profile, layout: Layout, order: StepOrder) -> dict[str, float]:
-    """Model FLOPs of a global batch by unit, forward and backward, from the counted models."""
+    """Return the model FLOPs of a global batch by unit, forward and backward."""
     loads = order_loads(order, layout)
     flops = dict.fromkeys([unit.name for unit in layout.units], 0.0)
     for stage in stages_of(profile, layout):
@@ -299,8 +305,7 @@ def step_flops(profile: Profile, layout: Layout, order: StepOrder) -> dict[str, 
 
 
 def peak_gib(device: torch.device) -> float:
-    """Most memory that this rank has held: on its device, or of its process where the device is the
-    CPU."""
+    """Return this rank's peak memory in GiB: on its GPU, or of its process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -308,7 +313,6 @@ def peak_gib(device: torch.device) -> float:
 
 
 def publish(path: Path, row: dict[str, Any]) -> None:
-    """Append a step or a note to the file that the launcher reads, in one write; a full disk does
-    not end training."""
+    """Append a step or a note to the launcher's file in one write; a full disk is ignored."""
     with contextlib.suppress(OSError), path.open("a") as file:
         file.write(json.dumps(row) + "\n")

@@ -1,5 +1,4 @@
-"""The launcher's side of a training job: prepares the run's folder, starts the ranks, and collects
-what they report."""
+"""Launcher of a training job: prepares the run's folder, starts the ranks, and collects reports."""
 
 from __future__ import annotations
 
@@ -52,25 +51,25 @@ from disttrain_cli.spec.samples import Samples
 
 
 class TrainResult(BaseModel):
-    """What `train --json` prints."""
+    """Output of `train --json`."""
 
     run_dir: str
-    planned: Planned = Field(exclude=True)  # of the last start
+    planned: Planned = Field(exclude=True)  # plan of the last start
     steps: list[dict[str, Any]]
     skipped_samples: list[dict[str, str]]
     resumed_from_step: int | None
-    # folder of the checkpoint or export with whose weights it began
+    # folder of the checkpoint or export with the initial weights
     started_from: str | None = None
     checkpoint: str | None  # the newest, or with train.evaluation.keep_best the best
     trace: str
     images: list[str]
-    samples: Samples | None = None  # what the trained model drew and wrote, where it did
+    samples: Samples | None = None  # images and texts of the trained model, if any
     learning: Learning = Learning("too early to say")
-    restarts: list[str] = []  # why ranks were started again
-    replans: list[Replanned] = []  # those of them that went on with another plan
-    # mean number of cores of this host that other processes held; None where that is not known
+    restarts: list[str] = []  # reasons for restarts
+    replans: list[Replanned] = []  # the restarts with another plan
+    # mean number of this host's cores in use by other processes; None where unknown
     other_cores: float | None = None
-    stopped_by: str | None = None  # which of `watch.REASONS` ended the run before its last step
+    stopped_by: str | None = None  # the one of `watch.REASONS` that ended the run early
 
 
 def train(
@@ -88,23 +87,26 @@ def train(
     note: Callable[[str], object] = lambda sentence: None,
     replanner: Replanner | None = None,
 ) -> TrainResult:
-    """Run the plan to `steps` optimizer steps (the run file's, if not given) and generate sample
-    images.
+    """Run the plan to `steps` optimizer steps and generate sample images.
 
-    SIGTERM and SIGINT end it after the step under way, with a checkpoint; a rank that dies or hangs
-    starts it again, `train.restarts` times, and so does a better plan of `replanner`.
+    The plan must have been checked against the run and profile (`planning.check`). SIGTERM and
+    SIGINT end the run after the current step, with a checkpoint; it is restarted after a rank dies
+    or hangs, up to `train.restarts` times, and for a better plan of `replanner`.
 
-    The plan must have been checked against the run and profile (`planning.check`). A fresh start
-    begins with the weights of `origin`, if given (`checkpoints.origin`). `resume` goes on from the
-    newest checkpoint; where there is one, `restart` starts at step 0 and moves what is there to
-    `earlier/`. Of the steps in `profile_steps` every rank leaves torch's profile. `note` is called
-    with sentences about the weights that it starts from, once they are known to fit.
+    Args:
+        steps: None = the run file's.
+        resume: continue from the newest checkpoint.
+        restart: start at step 0 even if there is a checkpoint, and move the existing output to
+            `earlier/`.
+        profile_steps: steps that every rank records with torch's profiler.
+        origin: source of a fresh start's weights (`checkpoints.origin`).
+        note: called with sentences about the initial weights, once they are known to fit.
 
     Raises:
-        SpecError: the plan's ranks belong on several hosts, there is nothing to resume from, or
-            there is, and it is not said what to do with it; or a folder of the run cannot be
+        SpecError: the plan's ranks belong on several hosts; there is nothing to resume from, or
+            there is, and neither `resume` nor `restart` is set; or a folder of the run cannot be
             written.
-        DataError: what `samples.judge` needs is not installed.
+        DataError: a package that `samples.judge` needs is not installed.
         UsageError: the run has none of the steps to profile, or is past them.
         MismatchError: the dataset or the checkpoint is not the one of the profile, or no
             preprocessing worker is of this run.
@@ -127,7 +129,7 @@ def train(
         check_workers(run, plan.plan, index, profile, total, progress)
     batch = run.file.train.global_batch_size
     mixture = mixture_of(index, run.file.train.seed, profile.data, batch)
-    SequenceStream(mixture, progress).epoch_of((resumed or 0) * batch)  # before ranks wait for it
+    SequenceStream(mixture, progress).epoch_of((resumed or 0) * batch)  # before ranks need it
     rows: list[dict[str, Any]] = []
 
     def take(step: dict[str, Any]) -> None:
@@ -136,7 +138,7 @@ def train(
             on_step(step)
 
     during = During(run, profile, total, progress)
-    said_once = cache(note)  # restarts repeat it
+    said_once = cache(note)  # restarts repeat the notes
 
     def start(planned: Planned, resume: bool, watch: Callable[[], None]) -> Reports:
         def look() -> None:
@@ -210,11 +212,11 @@ def train(
 
 
 def preflight(run: Run, plan: Plan, profile: Profile, *, progress: Progress = silent) -> list[str]:
-    """Start the ranks, let them meet and try out their groups, and end; returns what rank 0 told.
+    """Start the ranks, connect and test their groups, and end; return rank 0's reports.
 
     Raises:
         MismatchError: the dataset is not the one of the profile.
-        RankFailedError: something does not work; the rank says what.
+        RankFailedError: a test failed; the rank's error is included.
     """
     _checked_index(run, profile)
     told: list[str] = []
@@ -236,12 +238,11 @@ def preflight(run: Run, plan: Plan, profile: Profile, *, progress: Progress = si
             on_step=None,
             progress=hear,
         )
-    return told[1:]  # the first is the launcher's own
+    return told[1:]  # without the launcher's note
 
 
 def check_profiled(steps: range, total: int, first: int = 0) -> None:
-    """UsageError where a run of the steps from `first` to before `total` does not reach the steps
-    to profile."""
+    """Raise UsageError if steps `first` to `total` - 1 do not include the steps to profile."""
     if steps.stop > total:
         raise UsageError(
             f"{argument('profile_steps', steps)} goes beyond the run's last step",
@@ -259,8 +260,7 @@ def check_profiled(steps: range, total: int, first: int = 0) -> None:
 
 
 def _check_one_host(run: Run, plan: Plan, profile: Profile) -> None:
-    """SpecError where ranks with devices of their own belong on several hosts: they are not started
-    from here."""
+    """Raise SpecError if CUDA ranks belong on several hosts, which this launcher cannot start."""
     cluster = run.file.cluster
     if (
         profile.device.kind == "cuda"
@@ -276,8 +276,10 @@ def _check_one_host(run: Run, plan: Plan, profile: Profile) -> None:
 
 
 def _checked_index(run: Run, profile: Profile) -> Index:
-    """The data's index; data other than those profiled, or latents of others, are refused before
-    anything is moved or started."""
+    """Return the data's index, after checking it and cached latents against the profile.
+
+    Nothing has been moved or started by then.
+    """
     index = read_index(run, profile.inputs)
     check_profiled_data(index.fingerprint, profile)
     described(run, index)
@@ -285,7 +287,7 @@ def _checked_index(run: Run, profile: Profile) -> Index:
 
 
 def _skipped(run: Run, index: Index) -> list[dict[str, str]]:
-    """Samples that indexing left out, and images that training could not decode."""
+    """Return samples that indexing skipped, and images that training could not decode."""
     skipped = [(f"{entry.shard}/{entry.key}".rstrip("/"), entry.reason) for entry in index.skipped]
     # several ranks may name the same sample, and a JSON may have several of one `id`
     of_ranks = {

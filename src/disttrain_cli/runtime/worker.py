@@ -1,11 +1,11 @@
-"""One rank of a training job: builds its stage, joins the others, and runs the steps.
+"""Rank of a training job: builds its stage, joins the others, and runs the steps.
 
 Called by `launch`, or by `rank` under torchrun and srun, with the payload that `train.py` writes:
 `run` (path of the run file), `plan`, `profile` (their JSON), `steps` (the last one), `logs` (a
 folder), and of this start `name` (used in trace files), `resume` and `steps_file`, or `start_file`,
-which holds these, and `console`, an open file for what the user should know. `profile_steps`: first
-step that torch's profiler records and the one after the last, if any. `from`: folder of the weights
-that a fresh start begins with, if any.
+which holds these, and `console`, an open file for notes to the user. `profile_steps`: first step
+that torch's profiler records and the one after the last, if any. `from`: folder of a fresh start's
+initial weights, if any.
 """
 
 from __future__ import annotations
@@ -59,9 +59,10 @@ from disttrain_cli.spec.whole import write_whole
 
 
 def before_fork(payload: dict[str, Any]) -> list[str]:
-    """Import the model's classes, build its table once for all ranks, and compare the model with
-    the profile and with the weights that it starts from; returns notes on these for the user, which
-    `--emit` shows by itself.
+    """Import the model's classes, build its layer table once, and check the model.
+
+    The model is compared with the profile and with its initial weights. Returns notes on these for
+    the user, which `--emit` shows by itself.
 
     Raises:
         MismatchError: the model is another than the profile's.
@@ -91,7 +92,7 @@ def main(payload: dict[str, Any]) -> None:
         layers = layer_table(run)[coords.stage.layers.start : coords.stage.layers.stop]
         fields = fields_of(layers, coords.unit)
 
-        # Without a launcher of ours nobody reads the reports.
+        # Without `launch`, no process reads the reports.
         narration = (
             Narration(payload["console"], int(payload["steps"])) if "console" in payload else None
         )
@@ -220,7 +221,7 @@ def main(payload: dict[str, Any]) -> None:
             loader,
             fetcher(loader, job.device, message_dtype(run.file.train), place_of(coords)),
         )
-        if stopped and os.environ["LOCAL_RANK"] == "0":  # every host may look for it
+        if stopped and os.environ["LOCAL_RANK"] == "0":  # every host's script may read it
             write_whole(stopped_file(Path(payload["logs"])), stopped)
         if loader.skipped:
             Path(payload["logs"], f"skipped-rank-{coords.rank:05d}.json").write_text(
@@ -239,8 +240,10 @@ def _remove_orders(job: Joined) -> None:
 
 
 def preflight(payload: dict[str, Any]) -> None:
-    """Meet the other ranks, make the process groups, try them out, and end; rank 0 tells how long
-    each took."""
+    """Join the other ranks, create and test the process groups, and end.
+
+    Rank 0 reports how long each took.
+    """
     with ExitStack() as stack, told_at_once():
         job = join(payload, stack)
         job.pulse.begin("preflight")
@@ -270,10 +273,10 @@ def open_loader(
     first: int,
     reports: Path,
 ) -> Loader:
-    """A rank's loader over the workers that the run file names, or over its own threads.
+    """Return a rank's loader over the run file's workers, or over its own threads.
 
-    A stage that reads no file needs no worker, unless for what takes a search. What workers make a
-    rank wait for is reported.
+    A stage that reads no file needs no worker, except for an ordering policy with a search. The
+    reasons why workers make a rank wait are reported.
     """
     known: dict[str, Any] = {
         "unit": coords.unit.name,

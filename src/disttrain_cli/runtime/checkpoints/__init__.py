@@ -1,6 +1,6 @@
-"""What training keeps: weights and moments that any layout can read.
+"""Checkpoints of weights and optimizer moments, readable by any layout.
 
-`checkpoint` saves and loads; `folder` is what others must know of a checkpoint without opening it;
-`averaging` keeps averages of weights. `boxes` (parts of tensors), `owning` (what a rank keeps of
-the state) and `storage` (files) are its parts.
+`checkpoint` saves and loads; `folder` reads a checkpoint's description without opening its tensors;
+`averaging` maintains averages of weights. `boxes` (parts of tensors), `owning` (the part of the
+state that a rank stores) and `storage` (files) are the parts that `checkpoint` is built from.
 """

@@ -1,10 +1,9 @@
-"""Exponential moving averages of weights: what a generator makes images with is steadier than its
-last weights.
+"""Exponential moving averages (EMA) of weights, which give steadier images than the last weights.
 
     average ← decay · average + (1 - decay) · weight,  after every step that updated
 
-Kept in fp32, by each rank for what it keeps of the optimizer's state (`checkpoints.owning`), so
-that nothing is sent and a layout changes nothing.
+Stored in fp32, by each rank for its part of the optimizer's state (`checkpoints.owning`), so that
+nothing is sent and the values do not depend on the layout.
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ if TYPE_CHECKING:
 
 
 class Average:
-    """This rank's part of the averages of some modules' weights; they begin as the weights are
-    now."""
+    """This rank's part of the averages of some modules' weights; starts at the current weights."""
 
     def __init__(self, engine: UnitEngine, spec: EmaSpec) -> None:
         self._decay = spec.decay

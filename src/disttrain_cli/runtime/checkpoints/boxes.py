@@ -1,10 +1,9 @@
-"""Where a rank's values lie in a whole tensor: flat partitions and tensor-parallel parts as boxes
-of it.
+"""Boxes of a tensor: ZeRO's flat partitions and tensor-parallel shards in global coordinates.
 
-ZeRO keeps flat ranges of parameters. A range of a tensor in row-major order is at most 2 · dims - 1
-boxes (a partial row, whole rows, a partial row, and so on inward), and boxes are what
-torch.distributed.checkpoint moves between any two divisions. A tensor-parallel part is a box of the
-whole tensor too, or one for each half of a fused one.
+ZeRO stores flat ranges of parameters. A range of a tensor in row-major order is at most
+2 · dims - 1 boxes (a partial row, whole rows, a partial row, and so on inward), and boxes are what
+torch.distributed.checkpoint moves between any two layouts. A tensor-parallel shard is a box of the
+global tensor too, or one box for each half of a fused parameter.
 """
 
 from __future__ import annotations
@@ -28,8 +27,7 @@ Offsets = tuple[int, ...]  # offsets of a box in its tensor
 
 
 def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[Offsets, Offsets]]:
-    """(offsets, sizes) of the boxes that make up elements start .. stop - 1 in row-major order, in
-    that order."""
+    """Yield (offsets, sizes) of the boxes with elements start .. stop - 1, in row-major order."""
     if start >= stop:
         return
     if not shape:
@@ -58,12 +56,12 @@ def _in_row(
 def spread(
     offsets: Offsets, values: Tensor, shape: Sequence[int], shard: Shard | None
 ) -> Iterator[tuple[Offsets, Tensor]]:
-    """A box of a rank's part as boxes of the whole tensor, each with its view of `values`.
+    """Yield a box of this rank's shard as boxes of the global tensor, each with a view of `values`.
 
     Args:
-        offsets: of the box in the part.
-        shape: of the part.
-        shard: which part of the whole it is; None = the whole.
+        offsets: of the box in the shard.
+        shape: of the shard.
+        shard: its position in the global tensor; None = it is the global tensor.
     """
     if shard is None:
         yield offsets, values
@@ -81,8 +79,14 @@ def spread(
 def flat_boxes(
     values: Tensor, start: int, shape: Sequence[int], shard: Shard | None
 ) -> list[tuple[Offsets, Tensor]]:
-    """Elements start, start + 1, … of a rank's part, `values` [count], as boxes of the whole
-    tensor."""
+    """Return elements start, start + 1, … of this rank's shard as boxes of the global tensor.
+
+    Args:
+        values: the elements [count].
+        start: index of the first of them in the flattened shard.
+        shape: of the shard.
+        shard: its position in the global tensor; None = it is the global tensor.
+    """
     pieces: list[tuple[Offsets, Tensor]] = []
     at = 0
     for offsets, sizes in boxes(shape, start, start + len(values)):
@@ -94,8 +98,7 @@ def flat_boxes(
 
 @dataclass
 class Pieces:
-    """Boxes of one tensor that this rank writes or reads: what torch.distributed.checkpoint calls
-    checkpointable.
+    """Boxes of one tensor that this rank writes or reads ("checkpointable" in torch.distributed).
 
     Boxes that are read may overlap (a master weight's partition and the weight itself), also of
     different dtypes.
@@ -123,5 +126,5 @@ class Pieces:
         ]
 
     def at(self, offsets: Sequence[int]) -> Tensor:
-        """The box that begins there."""
+        """Return the values of the box with these offsets."""
         return next(values for box, values in self.boxes if box == tuple(offsets))

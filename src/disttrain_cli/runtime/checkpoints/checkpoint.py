@@ -1,12 +1,12 @@
-"""Checkpoints: per-parameter tensors keyed GROUP/LAYER/PARAMETER, which any layout and strategy can
-read.
+"""Checkpoints: per-parameter tensors keyed GROUP/LAYER/PARAMETER, readable by any layout.
 
 Groups are `weight` (fp32 masters where there are any), `exp_avg`, `exp_avg_sq`, and `ema`
-(`averaging`). Each rank keeps a part of them (`checkpoints.owning`): copied to the host while
-training stands still, and written by a thread while it goes on, through
-torch.distributed.checkpoint and files of our own (`checkpoints.storage`). Reading, a rank fills its
-own weights and partitions in place, whoever wrote them. Of random state there is none but the seed:
-noise, dropout and the order of the data are functions of it and the step.
+(`averaging`). Each rank stores a part of them (`checkpoints.owning`): copied to the host while
+training is paused, and written by a thread while it continues, through
+torch.distributed.checkpoint and this package's file format (`checkpoints.storage`). When loading, a
+rank fills its weights and partitions in place, whatever layout wrote them. No random state is
+stored but the seed: noise, dropout and the order of the data are functions of the seed and the
+step.
 """
 
 from __future__ import annotations
@@ -61,13 +61,12 @@ __all__ = ["Opened", "Saver", "load", "named_parameters", "read_tensors", "resum
 
 
 class Saver:
-    """Writes checkpoints beside training, one at a time; every rank makes one and saves at the same
-    steps.
+    """Asynchronous writer of checkpoints, one at a time; every rank saves at the same steps.
 
     Args:
-        about: what the checkpoints say of the run (`folder.recorded`).
-        keep: newest sound checkpoints that stay (`folder.superseded`).
-        keep_best: the one of the lowest held-out loss stays, too.
+        about: description of the run for the checkpoints (`folder.recorded`).
+        keep: number of newest sound checkpoints to retain (`folder.superseded`).
+        keep_best: also retain the checkpoint with the lowest held-out loss.
     """
 
     def __init__(
@@ -82,7 +81,7 @@ class Saver:
         self._checkpoints, self._about, self._keep = checkpoints, dict(about), keep
         self._keep_best = keep_best
         self._engine, self._average = engine, average
-        # its own, so that the thread's messages meet no others
+        # separate, so that the thread's messages are never matched with those of training
         self._group = dist.new_group(backend="gloo")
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[None] | None = None
@@ -94,8 +93,12 @@ class Saver:
     def save(
         self, step: int, sound: bool = True, held_out: Mapping[str, Any] | None = None
     ) -> None:
-        """Copy the state to the host, and begin to write it; it is not sound where the step before
-        it was skipped. `held_out` is what it says of held-out losses."""
+        """Copy the state to the host and start writing it in a thread.
+
+        Args:
+            sound: False if the step before the checkpoint was skipped.
+            held_out: held-out losses for the checkpoint's description.
+        """
         self.wait()
         pieces = self._copy()
         about = {
@@ -109,15 +112,15 @@ class Saver:
         self._writing = self._thread.submit(self._write, step, about, pieces)
 
     def check(self) -> None:
-        """Raise what went wrong since, if anything; does not wait."""
+        """Raise the error of a finished write, if there is one, without blocking."""
         if self._writing is not None and self._writing.done():
             self.wait()
 
     def wait(self) -> None:
-        """Wait until the checkpoint is in its place.
+        """Wait until the checkpoint is complete under its final name.
 
         Raises:
-            DisttrainError: it could not be written; the ones before it are as they were.
+            DisttrainError: it could not be written; earlier checkpoints are unchanged.
         """
         if self._writing is not None:
             writing, self._writing = self._writing, None
@@ -129,8 +132,7 @@ class Saver:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: Any
     ) -> None:
-        """Finish what is being written, whatever went wrong meanwhile; the first thing that did is
-        what is raised."""
+        """Finish a pending write, even after an error; the first error is the one raised."""
         try:
             self.wait()
         except Exception:
@@ -138,7 +140,7 @@ class Saver:
                 raise
         finally:
             self._thread.shutdown(wait=False)
-        if kind is None:  # else the others may not be here
+        if kind is None:  # after an error, other ranks may never reach this collective call
             dist.destroy_process_group(self._group)
 
     def _copy(self) -> dict[str, Pieces]:
@@ -170,7 +172,7 @@ class Saver:
         try:
             dcp.save(pieces, storage_writer=writer, planner=SavePieces(), process_group=self._group)
         except CheckpointException as error:
-            if rank == 0:  # all have ended writing
+            if rank == 0:  # dcp.save raises only after every rank has finished writing
                 remove_leftovers(self._checkpoints)
             ranks: dict[str, list[int]] = {}
             for number, failure in sorted(error.failures.items()):
@@ -199,7 +201,7 @@ class Saver:
 def save(
     checkpoints: Path, step: int, about: Mapping[str, Any], engine: UnitEngine, keep: int
 ) -> Path:
-    """Write one checkpoint and wait for it; every rank calls this. Returns its folder."""
+    """Write one checkpoint, wait for it and return its folder; every rank calls this."""
     with Saver(checkpoints, about, engine, keep) as saver:
         saver.save(step)
     return checkpoints / f"step-{step:06d}"
@@ -208,7 +210,10 @@ def save(
 def resume(
     checkpoints: Path, here: Mapping[str, Any], engine: UnitEngine, average: Average | None = None
 ) -> int:
-    """Load the newest checkpoint, if there is one; returns its step. Raises what `load` raises."""
+    """Load the newest checkpoint, if there is one, and return its step, else 0.
+
+    Raises what `load` raises.
+    """
     newest = latest(checkpoints)
     return load(newest, here, engine, average) if newest else 0
 
@@ -216,15 +221,15 @@ def resume(
 def load(
     folder: Path, here: Mapping[str, Any], engine: UnitEngine, average: Average | None = None
 ) -> int:
-    """Set weights, optimizer state and averages of this rank from a checkpoint of any layout;
-    returns its step.
+    """Load this rank's weights, optimizer state and averages; return the checkpoint's step.
 
-    Every rank calls this. Each checks the checksums of some of the files, so that all are read
-    once. A checkpoint without averages leaves them at its weights, and one in which other modules
-    were frozen the moments of those that are trained now at zero (`newly_trained`).
+    The checkpoint may come from any layout; every rank calls this. Each rank verifies the checksums
+    of some of the files, so that together they verify all. From a checkpoint without averages, the
+    averages start at its weights; moments of parameters that were frozen in it and are trained now
+    start at zero (`newly_trained`).
 
     Raises:
-        MismatchError: it was made from something else than `here` says.
+        MismatchError: its inputs differ from `here` (`folder.made_from`).
         SpecError: it is damaged, or lacks a tensor.
     """
     step = check_belongs(folder, here)
@@ -253,8 +258,7 @@ def load(
 
 
 def load_weights(folder: Path, pieces: dict[str, Pieces]) -> None:
-    """Fill pieces of weights from a checkpoint of any layout and model; every rank calls this, as
-    it does `load`.
+    """Fill `pieces` with weights from a checkpoint of any layout and model; every rank calls this.
 
     Raises:
         SpecError: the checkpoint is damaged, or lacks a tensor.
@@ -268,20 +272,23 @@ def load_weights(folder: Path, pieces: dict[str, Pieces]) -> None:
 def read_tensors(
     folder: Path, layers: Collection[str] | None = None, groups: Sequence[str] = ("weight",)
 ) -> dict[str, Tensor]:
-    """Whole tensors of some layers (None = all) and groups, by GROUP/LAYER/PARAMETER; files are
-    checked.
+    """Return global tensors by GROUP/LAYER/PARAMETER, after verifying the files that hold them.
+
+    Args:
+        layers: names of the layers to read; None = all.
+        groups: names of the groups to read.
 
     Raises:
-        SpecError: a layer is not in it, or a file is damaged.
+        SpecError: a layer is not in the checkpoint, or a file is damaged.
     """
     return Opened(folder, layers).read(layers, groups)
 
 
 class Opened:
-    """A checkpoint whose files were checked once, to be read layer by layer in one process.
+    """Checkpoint whose files were verified once, to be read layer by layer in one process.
 
     Args:
-        layers: those that will be read, whose files are checked; None = all.
+        layers: names of the layers that will be read, whose files are verified; None = all.
 
     Raises:
         SpecError: a file is damaged.
@@ -299,7 +306,7 @@ class Opened:
         _refuse(folder, damaged(folder, {name: files[name] for name in sorted(used)}))
 
     def layers(self, group: str) -> set[str]:
-        """Names of the layers that have tensors of a group."""
+        """Return the names of the layers that have tensors of a group."""
         return {
             key.split("/", 2)[1]
             for key in self._metadata.state_dict_metadata
@@ -307,7 +314,7 @@ class Opened:
         }
 
     def names(self) -> set[str]:
-        """LAYER/PARAMETER of all weights."""
+        """Return LAYER/PARAMETER of all weights."""
         weights = f"{WEIGHT}/"
         return {
             key.removeprefix(weights)
@@ -318,7 +325,7 @@ class Opened:
     def read(
         self, layers: Collection[str] | None = None, groups: Sequence[str] = ("weight",)
     ) -> dict[str, Tensor]:
-        """What `read_tensors` gives."""
+        """Return the tensors as `read_tensors` does."""
         tensors = self._metadata.state_dict_metadata
         keys = [
             key
@@ -381,7 +388,7 @@ def _fill(folder: Path, metadata: Metadata, pieces: dict[str, Pieces]) -> None:
 
 
 def _verify(folder: Path, files: Mapping[str, Any]) -> None:
-    """Check every file once, by some rank; all ranks learn of what is wrong."""
+    """Verify every file once, split among the ranks; every rank raises the problems of all."""
     rank, world = dist.get_rank(), dist.get_world_size()
     local = {name: files[name] for name in sorted(files)[rank::world]}
     problems: list[list[str]] = [[] for _ in range(world)]

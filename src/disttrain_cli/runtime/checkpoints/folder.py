@@ -1,5 +1,4 @@
-"""Checkpoints from outside: which is the newest, what it says of itself, and whether it belongs to
-a run.
+"""Checkpoint folders from outside: the newest one, its description, and its match with a run.
 
 Apart from `checkpoint.py`, which reads and writes the tensors, so that the launcher needs no torch.
 """
@@ -30,7 +29,7 @@ SHOWN, SHOWN_LETTERS = 12, 60  # changed fields, and letters of a value, that ar
 
 
 def all_of(checkpoints: Path) -> list[Path]:
-    """Folders of the checkpoints, the newest last, damaged ones too."""
+    """Return the folders of all checkpoints, damaged ones too, the newest last."""
     return sorted(
         (path for path in checkpoints.glob("step-*") if path.name.removeprefix("step-").isdigit()),
         key=_step,
@@ -42,13 +41,15 @@ def _step(folder: Path) -> int:
 
 
 def latest(checkpoints: Path) -> Path | None:
-    """Folder of the newest checkpoint. One that is being written has another name until all of it
-    is there."""
+    """Return the folder of the newest checkpoint.
+
+    A checkpoint has a temporary name until it is complete, so that a partial one is never returned.
+    """
     return steps[-1] if (steps := all_of(checkpoints)) else None
 
 
 def best_of(checkpoints: Path) -> Path | None:
-    """Folder of the sound checkpoint with the lowest held-out loss, of those that say theirs."""
+    """Return the folder of the sound checkpoint with the lowest recorded held-out loss."""
     losses: dict[Path, float] = {}
     for folder in all_of(checkpoints):
         with suppress(SpecError):  # damaged
@@ -59,42 +60,42 @@ def best_of(checkpoints: Path) -> Path | None:
 
 
 def superseded(checkpoints: Path, keep: int, keep_best: bool = False) -> list[Path]:
-    """Checkpoints that need not stay: all but the newest `keep` sound ones, the newest of those
-    that are not, and with `keep_best` the one of `best_of`.
+    """Return the checkpoints that may be removed.
 
-    A checkpoint is not sound where the step before it was skipped: weights that led to bad losses
-    must not push out those before them.
+    These are all but the newest `keep` sound ones, the newest unsound one, and with `keep_best` the
+    one of `best_of`. A checkpoint is unsound if the step before it was skipped: weights that led to
+    bad losses must not push out earlier ones.
     """
     sound, doubtful = list[Path](), list[Path]()
     for folder in all_of(checkpoints):
         try:
             (sound if describe(folder).get("sound", True) else doubtful).append(folder)
-        except SpecError:  # damaged: it goes as those do that are whole
+        except SpecError:  # damaged: counted and removed like an intact one
             sound.append(folder)
     best = best_of(checkpoints) if keep_best else None
     return [folder for folder in sound[:-keep] + doubtful[:-1] if folder != best]
 
 
 def sealed(description: dict[str, Any]) -> dict[str, Any]:
-    """A description with its own checksum."""
+    """Return a description with its checksum added."""
     content = json.dumps(description, sort_keys=True).encode()
     return description | {"sha256": hashlib.sha256(content).hexdigest()}
 
 
 def partial(folder: Path) -> Path:
-    """Where a checkpoint is written before it takes its name."""
+    """Return the temporary path at which a checkpoint is written before it is renamed."""
     return folder.with_name(f".{folder.name}.partial")
 
 
 def remove_leftovers(checkpoints: Path) -> None:
-    """Remove what a crash left half-written."""
+    """Remove partial and replaced checkpoints left by a crash."""
     for pattern in (".step-*.partial", ".step-*.replaced"):
         for left in checkpoints.glob(pattern):
             shutil.rmtree(left, ignore_errors=True)
 
 
 def how_to_go_on(folder: Path) -> str:
-    """What to do about a checkpoint that cannot be used."""
+    """Return the advice for a checkpoint that cannot be used."""
     earlier = [other for other in all_of(folder.parent) if _step(other) < _step(folder)]
     return (
         f"Move {folder} away to go on from {earlier[-1].name}, or {ANEW}."
@@ -104,7 +105,7 @@ def how_to_go_on(folder: Path) -> str:
 
 
 def describe(folder: Path) -> dict[str, Any]:
-    """The description of a checkpoint; raises SpecError."""
+    """Read and validate the description of a checkpoint; raises SpecError."""
     value = parse_json(folder / DESCRIPTION, "checkpoint", how_to_go_on(folder))
     if not isinstance(value, dict) or not {"version", "step", "model", "files"} <= value.keys():
         raise SpecError(
@@ -129,7 +130,7 @@ def describe(folder: Path) -> dict[str, Any]:
 
 
 class Begun(NamedTuple):
-    """How the data of a run are drawn up to a step."""
+    """Data mixture of a run up to a step."""
 
     step: int
     sources: list[str]  # as `Index.of_sources`
@@ -137,7 +138,7 @@ class Begun(NamedTuple):
 
 
 def begun(checkpoints: Path) -> Begun:
-    """How a run draws its data, as its newest checkpoint says; nothing drawn where it has none."""
+    """Return the data mixture recorded in the newest readable checkpoint, or an empty one."""
     for folder in reversed(all_of(checkpoints)):
         with suppress(SpecError):  # damaged
             said = describe(folder)
@@ -148,8 +149,10 @@ def begun(checkpoints: Path) -> Begun:
 
 
 def made_from(run: Run, profile: Profile) -> dict[str, Any]:
-    """What a checkpoint must have been made from for a run to go on from it: model, data, and its
-    place in them."""
+    """Return the inputs that a checkpoint must share with a run that resumes from it.
+
+    Model, data, data weights by step, seed and global batch size.
+    """
     data = profile.data
     return {
         **model_of(run),
@@ -161,14 +164,15 @@ def made_from(run: Run, profile: Profile) -> dict[str, Any]:
 
 
 def recorded(run: Run, profile: Profile) -> dict[str, Any]:
-    """What a checkpoint says of the run that writes it: what it was made from, and the run file
-    with its settings (`--set`)."""
+    """Return a checkpoint's record of its run: its inputs and the run file with `--set` applied."""
     return made_from(run, profile) | {"run_file": run.file.model_dump(mode="json")}
 
 
 def changed_since(checkpoints: Path, run: Run) -> list[str]:
-    """A sentence for each field of the run file that has another value than when the newest
-    checkpoint was written; raises SpecError where that cannot be read."""
+    """Return a sentence for each run-file field that differs from the newest checkpoint's.
+
+    Raises SpecError where the checkpoint cannot be read.
+    """
     if (newest := latest(checkpoints)) is None:
         return []
     now = run.file.model_dump(mode="json")
@@ -186,8 +190,11 @@ def _shown(value: Any) -> str:
 
 
 def model_of(run: Run) -> dict[str, Any]:
-    """What a checkpoint of the model must have been made from: the model, commits of what it calls
-    by names on Hugging Face, and what no tensor says of its adapters."""
+    """Return the inputs that a checkpoint must share with the model that loads it.
+
+    The model's fingerprint, commits of what the run file references by name on Hugging Face, and
+    those settings of its adapters that cannot be derived from tensors.
+    """
     adapters = numbers(run)
     revisions = run.revisions
     return {
@@ -222,10 +229,10 @@ REMEDIES = {
 
 
 def check_belongs(folder: Path, here: Mapping[str, Any]) -> int:
-    """The step of a checkpoint that was made from the same as `here` (`made_from`).
+    """Return the step of a checkpoint whose inputs equal `here` (`made_from`).
 
     Raises:
-        MismatchError: it was made from something else; both are named.
+        MismatchError: an input differs; the message shows both values.
         SpecError: its description cannot be read.
     """
     described = describe(folder)
@@ -246,13 +253,13 @@ def check_belongs(folder: Path, here: Mapping[str, Any]) -> int:
 
 
 def check_tied(folder: Path, shared: Iterable[str]) -> None:
-    """Refuse a checkpoint with weights of its own where this run ties them to another layer's.
+    """Refuse a checkpoint with separate weights where this run ties them to another layer's.
 
     Args:
-        shared: LAYER/PARAMETER of the model's parameters that are another layer's.
+        shared: LAYER/PARAMETER of the model's parameters that are tied to another layer's.
 
     Raises:
-        SpecError: it holds one of them, trained by itself.
+        SpecError: the checkpoint holds one of them, trained separately.
     """
     stored = parse_json(folder / TENSORS, "list of a checkpoint's tensors", how_to_go_on(folder))
     apart = [name for name in shared if f"weight/{name}" in stored["tensors"]]
@@ -266,12 +273,11 @@ def check_tied(folder: Path, shared: Iterable[str]) -> None:
 
 
 def newly_trained(folder: Path, trained: Iterable[str]) -> list[str]:
-    """Those of the names `trained` of which a checkpoint has no moments, as they were frozen up to
-    it."""
+    """Return the names in `trained` that a checkpoint has no moments of, being frozen up to it."""
     return [name for name in trained if name not in describe(folder)["updates"]]
 
 
 def digest_of(path: Path) -> str:
-    """SHA-256 of a file."""
+    """Return the SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,10 +1,9 @@
-"""The weights that a run starts from: all of another run's, or of a folder of `disttrain export`
-(`train --from`).
+"""Initial weights from another run's checkpoint or a `disttrain export` folder (`train --from`).
 
-A run that starts so begins at step 0 with a fresh optimizer; model, data, schedule and layout are
-its own. Modules are found by name: one that the origin has takes all of its weights and its
-projector's from there, any other starts as it would without. Of a generator's VAE the run file's
-own folder goes first.
+Such a run begins at step 0 with a fresh optimizer and with the model, data, schedule and layout of
+its run file. Modules are matched by name: one that the origin contains takes all of its weights,
+and its projector's, from there; any other starts as it would without an origin. For a generator's
+VAE, the run file's folder takes precedence.
 """
 
 from __future__ import annotations
@@ -41,8 +40,9 @@ ANEW = "give the module another name, so that it starts anew"
 
 
 def find(given: Path) -> Path:
-    """The folder of a checkpoint or an export that the user names: by itself, or by a run's folder
-    or run file.
+    """Return the checkpoint or export folder that the user named, directly or by a run.
+
+    A run is named by its folder or its run file.
 
     Raises:
         SpecError: there is none.
@@ -70,18 +70,20 @@ def find(given: Path) -> Path:
 
 
 def where(folder: Path, root: Path) -> Path:
-    """The folder of an origin; a checkpoint of this very run lies elsewhere when a fresh start has
-    moved it."""
+    """Return the folder of an origin, also if a fresh start has moved it.
+
+    A fresh start moves the checkpoints of the same run to `earlier/`.
+    """
     if not folder.exists():
         return max((root / "earlier").glob(f"*/checkpoints/{folder.name}"), default=folder)
     return folder
 
 
 def modules_in(run: Run, folder: Path) -> list[str]:
-    """The run's modules that an origin has weights of, in pipeline order.
+    """Return the run's modules whose weights an origin contains, in pipeline order.
 
     Raises:
-        SpecError: its description is damaged, or it has none.
+        SpecError: its description is damaged, or it contains none of them.
     """
     theirs = _modules(run, folder)
     modules = [name for name in run.file.model.order if name in theirs]
@@ -95,7 +97,7 @@ def modules_in(run: Run, folder: Path) -> list[str]:
 
 
 def given_layers(run: Run, folder: Path) -> frozenset[str]:
-    """Names of the layers that take their weights from an origin."""
+    """Return the names of the layers that take their weights from an origin."""
     from disttrain_cli.models.graph import layer_table
     from disttrain_cli.models.weights import source_of
 
@@ -109,12 +111,13 @@ def given_layers(run: Run, folder: Path) -> frozenset[str]:
 
 
 def check(run: Run, folder: Path) -> list[str]:
-    """Compare an origin's tensors with the model; returns what every module starts from, a sentence
-    each.
+    """Compare an origin's tensors with the model; describe each module's initial weights.
+
+    Returns a sentence per module.
 
     Raises:
-        SpecError: a tensor is missing or has another shape; the origin is damaged or has nothing of
-            this model; latents were prepared with another VAE than its.
+        SpecError: a tensor is missing or has another shape; the origin is damaged or contains
+            nothing of this model; latents were prepared with another VAE than the origin's.
     """
     from disttrain_cli.models.graph import build_layers, layer_table
     from disttrain_cli.models.tying import shared_names
@@ -148,7 +151,7 @@ def check(run: Run, folder: Path) -> list[str]:
 
 
 def adapted_in(folder: Path) -> set[str]:
-    """Names of the modules of which an origin has adapters."""
+    """Return the names of the modules for which an origin has adapters."""
     from disttrain_cli.models.layer import is_adapter
 
     if not _is_checkpoint(folder):
@@ -159,7 +162,7 @@ def adapted_in(folder: Path) -> set[str]:
 
 
 def _check_adapted(run: Run, folder: Path, modules: list[str]) -> None:
-    """SpecError where an origin has adapters of a module that has none here, or others."""
+    """Raise SpecError where an origin's adapters differ from the run's, or the run has none."""
     from disttrain_cli.models.adapters import check_alike
     from disttrain_cli.models.architectures import read_configs
 
@@ -181,8 +184,10 @@ def _check_adapted(run: Run, folder: Path, modules: list[str]) -> None:
 
 
 def _check_latents(run: Run, folder: Path, modules: list[str]) -> None:
-    """SpecError where a generator goes on from an origin, but its latents are of a VAE with random
-    weights of this run."""
+    """Raise SpecError where a generator's cached latents come from a randomly initialised VAE.
+
+    Such a VAE depends on this run's seed, so that the origin's weights do not match its latents.
+    """
     from disttrain_cli.models.weights import source_of
 
     for name in modules:
@@ -196,8 +201,11 @@ def _check_latents(run: Run, folder: Path, modules: list[str]) -> None:
 
 
 def starts(run: Run, folder: Path | None, resume: bool) -> list[str]:
-    """What there is to say about where weights and moments come from, and which fields of the run
-    file have changed since, before the first step; a sentence each.
+    """Return sentences on the sources of weights and moments and on changed run-file fields.
+
+    Args:
+        folder: origin of the weights; None = none.
+        resume: True to continue from the newest checkpoint, if there is one.
 
     Raises:
         SpecError: an origin, the newest checkpoint, or the folder of a module does not fit the
@@ -226,8 +234,9 @@ def starts(run: Run, folder: Path | None, resume: bool) -> list[str]:
 
 
 def start_from(folder: Path, engine: UnitEngine, run: Run) -> None:
-    """Set this rank's weights from an origin, whatever layout wrote it; every rank calls this,
-    before its first step.
+    """Load this rank's weights from an origin of any layout.
+
+    Every rank calls this before its first step.
 
     Raises:
         SpecError: it is damaged, or lacks a tensor of the model.
@@ -267,7 +276,7 @@ def _is_checkpoint(folder: Path) -> bool:
 
 
 def _modules(run: Run, folder: Path) -> set[str]:
-    """Names of all modules that an origin has."""
+    """Return the names of all modules that an origin contains."""
     name, key = (TENSORS, "tensors") if _is_checkpoint(folder) else (EXPORT, "modules")
     described = parse_json(folder / name, "list of weights", _another(folder))
     listed = described.get(key) if isinstance(described, dict) else None
@@ -288,7 +297,7 @@ def _modules(run: Run, folder: Path) -> set[str]:
 
 
 def _check_stored(folder: Path, layers: list[PipelineLayer]) -> None:
-    """SpecError where a checkpoint's list of tensors is damaged, or is not of these layers."""
+    """Raise SpecError where a checkpoint's tensor list is damaged or does not fit these layers."""
     from disttrain_cli.models.division import whole_shape
     from disttrain_cli.models.layer import is_adapter
     from disttrain_cli.runtime.checkpoints.owning import WEIGHT, named_parameters
@@ -298,7 +307,7 @@ def _check_stored(folder: Path, layers: list[PipelineLayer]) -> None:
         files = describe(folder)["files"]
     except SpecError as error:
         raise SpecError(error.what, error.why, _another(folder)) from None
-    # What is inside the others is for the ranks to check, each some of it.
+    # The ranks verify the contents of the other files, each some of them.
     problems = misfits(folder, files) or damaged(folder, {TENSORS: files[TENSORS]})
     if problems:
         raise SpecError(
@@ -330,7 +339,7 @@ def _check_stored(folder: Path, layers: list[PipelineLayer]) -> None:
 
 
 def _is_new(key: str, adapted: set[str]) -> bool:
-    """Whether a weight is of an adapter of a module that had none in an origin."""
+    """Return True if a weight belongs to an adapter of a module that had none in the origin."""
     from disttrain_cli.models.layer import is_adapter
 
     _, layer, path = key.split("/", 2)
@@ -355,7 +364,7 @@ def _compare(
 
 
 def _from_export(folder: Path, run: Run, layers: list[PipelineLayer], fill: Fill) -> list[str]:
-    """Give an export's tensors to `fill`, those of some layers; returns notes for the user.
+    """Pass the layers' tensors of an export to `fill`; return notes for the user.
 
     Raises:
         SpecError: weights are missing or damaged, or a tensor has another shape.
@@ -408,8 +417,7 @@ def _from_export(folder: Path, run: Run, layers: list[PipelineLayer], fill: Fill
 
 
 def base_of(folder: Path, module: str) -> Path:
-    """The folder of the model that an exported adapter belongs to: in the export itself, or where
-    it says."""
+    """Return the folder of an exported adapter's base model: in the export, or per its config."""
     beside = folder / f"{module}_base"
     if beside.exists():
         return beside

@@ -1,10 +1,10 @@
-"""What a rank keeps of the training state for a checkpoint, and what it needs of one.
+"""Distribution of the training state over ranks: the part each rank writes, and the part it reads.
 
-Every value of the model is kept by exactly one rank: of parameters that ZeRO partitions by the
-owner of the partition, of others (no ZeRO, frozen) in equal shares by the replicas of their stage.
-Tensor-parallel ranks that have a whole parameter alike share it likewise. Of the two copies of a
-tied weight one is kept, and both are read from it. So all ranks write at once, nothing is gathered,
-and nothing is written twice.
+Every value of the model is written by exactly one rank: parameters that ZeRO partitions by the
+owner of the partition, others (no ZeRO, frozen) in equal shares by the replicas of their stage.
+Tensor-parallel ranks that replicate a parameter share it in the same way. Of the two copies of a
+tied weight one is written, and both are read from it. So all ranks write at once, nothing is
+gathered, and nothing is written twice.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ AVERAGE = "ema"
 
 @dataclass(frozen=True)
 class Part:
-    """Elements start .. stop - 1 of a rank's parameter (flat, row-major), kept by this rank for all
-    copies."""
+    """Elements start .. stop - 1 of a parameter (flat, row-major) that this rank alone writes."""
 
     name: str  # LAYER/PARAMETER
     module: str
@@ -41,7 +40,7 @@ class Part:
     stop: int
 
     def pieces(self, values: Tensor) -> Pieces:
-        """`values` [stop - start] as boxes of the whole parameter."""
+        """Return `values` [stop - start] as boxes of the global parameter."""
         shape = self.parameter.shape
         return Pieces(
             torch.Size(whole_shape(self.parameter)),
@@ -51,8 +50,10 @@ class Part:
 
 
 def named_parameters(layers: Iterable[PipelineLayer]) -> list[tuple[str, nn.Parameter]]:
-    """(LAYER/PARAMETER, parameter) of every parameter, a tied one under the name of the layer that
-    owns it and once (`models.tying`)."""
+    """Return (LAYER/PARAMETER, parameter) of every parameter, once each.
+
+    A tied parameter has the name of the layer that owns it (`models.tying`).
+    """
     named = {
         stored_name(layer, path): parameter
         for layer in layers
@@ -62,7 +63,7 @@ def named_parameters(layers: Iterable[PipelineLayer]) -> list[tuple[str, nn.Para
 
 
 def parts_of(engine: UnitEngine) -> list[Part]:
-    """What this rank keeps of its stage's parameters."""
+    """Return the parts of its stage's parameters that this rank writes."""
     coords = engine.coords
     modules = {id(p): layer.module for layer in engine.module.layers for p in layer.parameters()}
     named = [
@@ -87,8 +88,10 @@ Range = tuple[str, nn.Parameter, int, int]  # name, parameter, start, stop
 
 
 def shares(ranges: Sequence[Range], copies: int, copy: int) -> list[Range]:
-    """What the copy `copy` of `copies` keeps of ranges that all of them have: an equal part, one
-    after another."""
+    """Return the part of replicated ranges that replica `copy` of `copies` writes.
+
+    The parts are equal and contiguous.
+    """
     total = sum(stop - start for *_, start, stop in ranges)
     low, high = total * copy // copies, total * (copy + 1) // copies
     kept, at = [], 0
@@ -105,7 +108,7 @@ def _partitioned(parameter: nn.Parameter) -> bool:
 
 
 def _fragment(parameter: nn.Parameter) -> tuple[int, int]:
-    """The range of a parameter that lies in this rank's ZeRO partition."""
+    """Return the range of a parameter that lies in this rank's ZeRO partition."""
     mapping: Any = parameter._hp_mapping
     if mapping is None:
         return 0, 0
@@ -116,14 +119,14 @@ def _fragment(parameter: nn.Parameter) -> tuple[int, int]:
 
 
 def weights(part: Part) -> Tensor:
-    """[stop - start] view of a part's weights: of the fp32 masters where there are any."""
+    """Return a view [stop - start] of a part's weights: of the fp32 masters where there are any."""
     if _partitioned(part.parameter):
         return _of_partition(part, part.parameter._hp_mapping.hp_fragment)
     return part.parameter.detach().view(-1)[part.start : part.stop]
 
 
 def state_of(engine: UnitEngine, part: Part) -> dict[str, Tensor]:
-    """Views [stop - start] of a part's weights and, where it is trained, its moments."""
+    """Return views [stop - start] of a part's weights and, where it is trained, its moments."""
     values = {WEIGHT: weights(part)}
     if _partitioned(part.parameter):
         values |= {
@@ -142,11 +145,11 @@ def _of_partition(part: Part, fragment: Tensor) -> Tensor:
 
 
 def _moment(engine: UnitEngine, parameter: nn.Parameter, moment: str) -> Tensor:
-    """A parameter's share of this rank's partition of a moment.
+    """Return a parameter's range in this rank's partition of a moment.
 
-    Taken from the optimizer itself: where there are several parameter groups, DeepSpeed links
-    moments to parameters when the first group has made its first step, so that those of the others
-    stay unknown (deepspeed trap 34).
+    Read from the optimizer itself: with several parameter groups, DeepSpeed links moments to
+    parameters when the first group has made its first step, so that those of the other groups are
+    missing (deepspeed trap 34).
     """
     mapping: Any = parameter._hp_mapping
     partition = engine.basic_optimizer.param_groups[mapping.param_group_index]["params"][0]
@@ -155,8 +158,11 @@ def _moment(engine: UnitEngine, parameter: nn.Parameter, moment: str) -> Tensor:
 
 
 def allocate_moments(engine: UnitEngine, restart: bool = False) -> None:
-    """Give the optimizer its moments where no step has done so yet; with `restart` zeros, after
-    `engine.updates`."""
+    """Allocate the optimizer's moments where no step has done so yet.
+
+    Args:
+        restart: reset them to zero, and the step counts to `engine.updates`.
+    """
     base: Any = getattr(engine, "basic_optimizer", None)  # a stage that trains nothing has none
     for group in base.param_groups if base is not None else ():
         for parameter in group["params"]:
@@ -172,11 +178,11 @@ def allocate_moments(engine: UnitEngine, restart: bool = False) -> None:
 
 
 def wanted(engine: UnitEngine, moments_of: Collection[str] = ()) -> dict[str, Pieces]:
-    """What this rank reads of a checkpoint, to be filled in place: all of its weights, and moments.
+    """Return the boxes that this rank reads from a checkpoint, in place: its weights and moments.
 
-    Moments are those of the weights that are trained under the names `moments_of`. Where ZeRO
-    partitions a parameter: the partition's masters and moments, and the whole weight in its own
-    precision.
+    Moments are read for the trained weights whose owners (`PipelineLayer.owner_of`) are in
+    `moments_of`. Where ZeRO partitions a parameter, the rank reads its partition's masters and
+    moments, and the whole local weight in the model's precision.
     """
     by_key: dict[str, Pieces] = {}
     with_moments = {
@@ -215,7 +221,7 @@ def wanted(engine: UnitEngine, moments_of: Collection[str] = ()) -> dict[str, Pi
 
 
 def staged(engine: UnitEngine) -> Iterator[tuple[str, Part, Tensor]]:
-    """(key, part, values) of everything that this rank keeps."""
+    """Yield (key, part, values) of everything that this rank writes."""
     for part in parts_of(engine):
         for group, values in state_of(engine, part).items():
             yield f"{group}/{part.name}", part, values

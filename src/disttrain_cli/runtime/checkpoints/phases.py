@@ -1,5 +1,4 @@
-"""How a run goes on to draw its data: as its checkpoint says up to its step, then as the run file
-does."""
+"""Data mixture of a resumed run: the checkpoint's up to its step, then the run file's."""
 
 from __future__ import annotations
 
@@ -12,15 +11,17 @@ from disttrain_cli.spec.profile import Profile
 
 
 def phases_of(index: Index, before: Begun) -> tuple[Phases, int]:
-    """(how the sources are drawn from which step on; the step of the checkpoint that says it, 0
-    where the run file does)."""
+    """Return (phases of the mixture, step of the checkpoint that determines their start).
+
+    The step is 0 where the run file alone determines them.
+    """
     same = before.sources == index.of_sources[: len(before.sources)]
     phases = go_on(before.phases if same else [], before.step, index.phases)
     return phases, 0 if phases == index.phases else before.step
 
 
 def check_begins(profile: Profile) -> None:
-    """SpecError where a run starts at step 0 with a profile that goes on from a checkpoint."""
+    """Raise SpecError where a run starts at step 0 with a profile continued from a checkpoint."""
     if profile.data.goes_on_from:
         raise SpecError(
             f"The profile goes on from a checkpoint of step {profile.data.goes_on_from}",

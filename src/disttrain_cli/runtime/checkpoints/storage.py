@@ -1,14 +1,13 @@
-"""Files of a checkpoint, behind torch.distributed.checkpoint's planning: safetensors and JSON,
-nothing pickled.
+"""Checkpoint files behind torch.distributed.checkpoint's planning: safetensors and JSON, no pickle.
 
     step-000060/rank-00003.safetensors   tensors of a rank: GROUP/LAYER/PARAMETER@OFFSETS, each a
-                                         box of the whole tensor
+                                         box of the global tensor
     step-000060/tensors.json             shape, dtype and boxes of every tensor, each with its file
     step-000060/checkpoint.json          step, fingerprints, size and SHA-256 of every file and of
                                          its own text
 
-The folder has a temporary name until all of it is there. Files are written here tensor by tensor
-rather than by safetensors, whose writer copies all of them first and knows no checksum.
+The folder has a temporary name until it is complete. Files are written tensor by tensor rather than
+by the safetensors library, whose writer first copies all tensors and computes no checksum.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ from disttrain_cli.runtime.checkpoints.folder import (
 from disttrain_cli.spec.files import parse_json
 from disttrain_cli.spec.whole import write_whole
 
-#: Names of safetensors' format.
+#: Names of dtypes in the safetensors format.
 DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -82,8 +81,7 @@ class Written:
 
 
 class Writer(StorageWriter):
-    """Writes one checkpoint; the coordinator renames it into place when every rank has written its
-    part."""
+    """Writer of one checkpoint; the coordinator renames the folder once every rank has written."""
 
     def __init__(self, folder: Path, rank: int, description: Mapping[str, Any]) -> None:
         self._folder, self._rank, self._description = folder, rank, dict(description)
@@ -170,7 +168,7 @@ class Writer(StorageWriter):
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Written:
-    """Write a safetensors file, one tensor after the other, to the disk itself."""
+    """Write a safetensors file, one tensor after the other, and flush it to disk."""
     header, at = {}, 0
     for name, values in tensors.items():
         size = values.numel() * values.element_size()
@@ -198,7 +196,7 @@ def _bytes_of(values: Tensor) -> Any:
 
 
 def replace_folder(temporary: Path, final: Path) -> None:
-    """Rename a folder into place; one that is there already is gone only after that."""
+    """Rename a folder to its final name; an existing one is removed only after that."""
     old = final.with_name(f".{final.name}.replaced")
     shutil.rmtree(old, ignore_errors=True)
     if final.exists():
@@ -215,8 +213,7 @@ def _box_name(key: str, offsets: Any) -> str:
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """What tensors a checkpoint has, and in which file each of their boxes lies; raises
-    SpecError."""
+    """Read the tensors of a checkpoint and the file of each of their boxes; raises SpecError."""
     stored = parse_json(folder / TENSORS, "list of a checkpoint's tensors", f"Move {folder} away.")
     dtypes = {name: dtype for dtype, name in DTYPES.items()}
     tensors: dict[str, Any] = {}
@@ -236,7 +233,7 @@ def read_metadata(folder: Path) -> Metadata:
 
 
 class Reader(StorageReader):
-    """Reads boxes of tensors from the files of a checkpoint."""
+    """Reader of tensor boxes from the files of a checkpoint."""
 
     def __init__(self, folder: Path, metadata: Metadata) -> None:
         self._folder, self._metadata = folder, metadata
@@ -285,7 +282,7 @@ class Reader(StorageReader):
 
 
 class SavePieces(DefaultSavePlanner):
-    """Plans the writing of `Pieces`; refuses a plan whose boxes overlap or leave something out."""
+    """Planner that writes `Pieces`; rejects a plan whose boxes overlap or leave gaps."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -299,7 +296,7 @@ class SavePieces(DefaultSavePlanner):
 
 
 class LoadPieces(LoadPlanner):
-    """Plans the reading of `Pieces` in place."""
+    """Planner that reads `Pieces` in place."""
 
     def set_up_planner(
         self,
@@ -336,7 +333,7 @@ class LoadPieces(LoadPlanner):
 
 
 def damaged(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Which of these files are not as they were written, and how."""
+    """Return the problems of files that differ from what was written."""
     problems = []
     for name, expected in files.items():
         wrong = misfits(folder, {name: expected})
@@ -347,7 +344,7 @@ def damaged(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def misfits(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Which of these files are missing or of another size, without reading them."""
+    """Return the problems of files that are missing or of another size, without reading them."""
     problems = []
     for name, expected in files.items():
         path = folder / name

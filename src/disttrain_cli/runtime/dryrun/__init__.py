@@ -1,2 +1,1 @@
-"""Steps on fake CUDA devices: what every stage of a plan would do and hold on a GPU, seen on a
-machine without one."""
+"""Dry run on fake CUDA devices: work and memory of every stage of a plan, without a GPU."""

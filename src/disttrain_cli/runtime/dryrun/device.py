@@ -1,5 +1,4 @@
-"""`torch.cuda` of a process into which the shim is loaded: one kind of GPU, on which nothing takes
-time."""
+"""Fake `torch.cuda` in a process with the shim loaded: GPUs of one kind, without run time."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ _REAL_TENSOR = torch.tensor
 
 
 class _Event:
-    """An event of the device's, all of which happen at once."""
+    """Fake CUDA event, complete as soon as it is recorded."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
@@ -41,7 +40,7 @@ class _Event:
 
 
 class _Stream(_Event):
-    """A stream of the device's, on which nothing ever waits."""
+    """Fake CUDA stream, on which nothing ever waits."""
 
     device = torch.device("cuda", 0)
 
@@ -65,8 +64,7 @@ def _tensor(
     device: Any = None,
     requires_grad: bool = False,
 ) -> Tensor:
-    """`torch.tensor`: numbers of the host are copied to the device, which torch would ask for real
-    memory."""
+    """Replace `torch.tensor`: copy host values to the fake device, without real memory."""
     made = _REAL_TENSOR(values, dtype=dtype, device="cpu")
     return (made if device is None else made.to(device)).requires_grad_(requires_grad)
 
@@ -74,8 +72,10 @@ def _tensor(
 def _apply(
     module: torch.nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True
 ) -> torch.nn.Module:
-    """`Module._apply`, as it is for real tensors: parameters stay who they are (torch swaps fake
-    ones, or fails)."""
+    """Replace `Module._apply` so that fake parameters keep their identity, as real ones do.
+
+    For fake tensors, torch swaps the parameters, or fails.
+    """
     for child in module.children() if recurse else ():
         child._apply(function)
     for name, parameter in module._parameters.items():
@@ -98,10 +98,10 @@ def _apply(
 def pretend(
     name: str = "fake", memory_gib: float = 80.0, capability: tuple[int, int] = (9, 0)
 ) -> Iterator[FakeTensorMode]:
-    """Have `torch.cuda` describe such a device, and every tensor that is made be fake.
+    """Make `torch.cuda` describe such a device, and every new tensor a fake one.
 
-    A process that ran a backward should end by `os._exit`: at a usual exit autograd's threads of
-    the devices may abort it.
+    A process that ran a backward should end by `os._exit`: at a normal exit, autograd's device
+    threads may abort it.
 
     Raises:
         DisttrainError: the process was not started with `shim.environment`.
@@ -122,8 +122,8 @@ def pretend(
         uuid="fake",
     )
     stream, kernels = _Stream(), torch.library.Library("aten", "IMPL", "CUDA")
-    # One kernel in CUDA's build; the CPU's takes it to pieces, each of which would hold memory,
-    # where there is none.
+    # One kernel in CUDA's build; the CPU build decomposes it into operators whose intermediate
+    # results would be counted as memory.
     kernels.impl("silu_backward", lambda gradient, x: torch.empty_like(x))
     given: dict[str, Any] = {
         "is_available": lambda: True,
@@ -171,7 +171,7 @@ def pretend(
         patch.object(torch.Tensor, "record_stream", lambda *_: None),
         patch.object(torch.nn.Module, "_apply", _apply),
         patch.object(torch, "tensor", _tensor),
-        # constants would be kept as real tensors
+        # otherwise constants would be stored as real tensors
         patch.object(fake_tensor, "CONSTANT_NUMEL_LIMIT", -1),
         FakeTensorMode(allow_non_fake_inputs=True) as mode,
     ):

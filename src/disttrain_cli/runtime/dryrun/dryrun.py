@@ -1,5 +1,4 @@
-"""Every distinct stage of a plan takes a step on a fake device, and what it did is set beside what
-the plan says."""
+"""One step of every distinct stage of a plan on a fake device, checked against the plan."""
 
 from __future__ import annotations
 
@@ -36,30 +35,30 @@ from disttrain_cli.spec.stage_graph import Stage, StageGraph, stage_graph
 
 WORKER = "disttrain_cli.runtime.dryrun.worker:main"
 WAYS_BACK = {"send_activation": "receive_gradient", "receive_activation": "send_gradient"}
-CRUMBS_GIB = 2**-10  # that a step may leave: losses and other scalars
+CRUMBS_GIB = 2**-10  # memory that a step may leave allocated: losses and other scalars
 
 
 class StageReport(BaseModel):
-    """A distinct stage of the plan: what it did in a step, and what was expected of it."""
+    """A distinct stage of the plan: its observed step and the expected memory."""
 
     unit: str
-    unit_stages: list[int]  # numbers inside the unit of the stages that are alike
-    layers: list[int]  # first and last of the model
+    unit_stages: list[int]  # indices in the unit of the identical stages
+    layers: list[int]  # first and last layer's index in the model
     seen: StageSeen
-    priced_kept_gib: float  # of the same work
-    priced_gib: float  # peak of the same work, without what no fake device shows:
-    unseen_gib: float  # as the plan states it: fragmentation, the context, communicators
-    planned_gib: float  # peak of the plan, with these; its worst work need not be whole items
+    priced_kept_gib: float  # saved activations of the same work
+    priced_gib: float  # peak of the same work, without `unseen_gib`
+    unseen_gib: float  # not seen on a fake device: fragmentation, CUDA context, communicators
+    planned_gib: float  # the plan's peak with `unseen_gib`; its worst case may split items
     limit_gib: float
 
     @property
     def needed_gib(self) -> float:
-        """Memory that a device must have for the stage."""
+        """Device memory that the stage needs, in GiB."""
         return max(self.seen.peak_gib, self.seen.built_gib) + self.unseen_gib
 
 
 class DryRun(BaseModel):
-    """What `train --dry-run --device cuda --json` prints."""
+    """Output of `train --dry-run --device cuda --json`."""
 
     device: str
     capability: tuple[int, int]
@@ -68,26 +67,25 @@ class DryRun(BaseModel):
     microbatches: int
     stages: list[StageReport]
     order: OrderSeen
-    problems: list[str]  # why training would fail or be slow; none = it would run
+    problems: list[str]  # reasons why training would fail or be slow; empty = it would run
 
 
 def dry_run(run: Run, plan: Plan, profile: Profile, progress: Progress = silent) -> DryRun:
-    """Take a step of every distinct stage of a plan on fake devices, in as many processes at a time
-    as there are cores.
+    """Run a step of every distinct stage of a plan on fake devices, one process per core at a time.
 
-    The plan must have been checked against the run and profile (`planning.check`). Nothing is
-    written but the logs.
+    The plan must have been checked against the run and profile (`planning.check`). Only logs are
+    written.
 
     Raises:
-        DisttrainError: this machine cannot pretend to have a CUDA device.
+        DisttrainError: this machine cannot emulate a CUDA device.
         SpecError: the run's folder of logs cannot be written.
-        RankFailedError: a process ended without saying why.
+        RankFailedError: a process ended without reporting a cause.
     """
     variables = environment() | {"DS_ACCELERATOR": "cuda", "CUDA_VISIBLE_DEVICES": ""}
     table = layer_table(run)
     graph = stage_graph(plan.plan, profile.inputs.llm, tied_layers(table))
     groups = distinct(graph, table, plan.plan.microbatches)
-    # what takes longest first
+    # longest first, for an even load of the cores
     groups.sort(
         key=lambda group: len(group[0].layers) * slots_seen(group[0], plan.plan.microbatches),
         reverse=True,
@@ -120,7 +118,7 @@ def dry_run(run: Run, plan: Plan, profile: Profile, progress: Progress = silent)
             if done:
                 what = "steps of distinct stages, and the order of all messages"
                 progress(what, done, len(groups) + 1)
-            else:  # the time that imports take says nothing of how long the steps will
+            else:  # no estimate from the imports' time, which does not predict that of the steps
                 progress("importing the model's classes", 0, 0)
 
         try:
@@ -155,7 +153,7 @@ def dry_run(run: Run, plan: Plan, profile: Profile, progress: Progress = silent)
 
 
 def _who_is_who(groups: Sequence[Sequence[Stage]]) -> str:
-    """Which process of the dry run stands for which stage."""
+    """Return text that maps the dry run's processes to stages."""
     named = [f"{group[0].unit.name} stage {group[0].index}" for group in groups]
     return ", ".join(
         f"{number} {what}" for number, what in enumerate(["the order of messages", *named])
@@ -176,8 +174,7 @@ def reports(
     seen: Sequence[StageSeen],
     memory_gib: float,
 ) -> list[StageReport]:
-    """What was seen of every distinct stage beside the plan's memory, and the price of the very
-    work that was done."""
+    """Return each distinct stage's observations, planned memory and price of the same work."""
     exact = at_work(profile, layout, worst_slot(profile, layout))
     of_plan, priced = (
         {(memory.unit, memory.stage): memory for memory in layout_memory(given, layout, memory_gib)}
@@ -209,7 +206,7 @@ def reports(
 
 
 def problems(stage: StageReport) -> list[str]:
-    """Why training would fail on a stage, or be slow; empty if nothing was found."""
+    """Return the reasons why training would fail on a stage or be slow; empty if there are none."""
     where, seen = f"unit {stage.unit}, stage {stage.unit_stages[0]}", stage.seen
     if seen.failure is not None:
         return [f"{where}: {seen.failure.what} ({seen.failure.where})"]

@@ -1,5 +1,4 @@
-"""What a rank's loader would bring for a slot: arrays of the right shapes, all zeros, for which no
-data is read."""
+"""Placeholder loader output for a slot: zero arrays of the right shapes, without reading data."""
 
 from __future__ import annotations
 
@@ -17,9 +16,10 @@ from disttrain_cli.spec.heads import Head, Item, number_of
 
 
 def empty_inputs(slot: Slot, lengths: Sequence[int], unit: str, fields: set[str]) -> SlotBatch:
-    """Inputs of a unit's first replica; of each of its sequences the samples have these lengths.
+    """Return the inputs of a unit's first replica, all zeros.
 
     Args:
+        lengths: tokens of the samples in each of its sequences.
         fields: of `models.layer.PipelineLayer.needs`.
     """
     replica_items = slot.replicas[unit][0]
@@ -43,7 +43,7 @@ def _items(slot: Slot, item: Item, numbers: Ints, fields: set[str], tokens: int)
     return ItemArrays(
         grids=grids,
         values={number: _values(grids, slot.inputs.of(item)[number]) for number in sorted(asked)},
-        # over all tokens alike, of which a CP group's ranks take their own
+        # spread evenly over all tokens, of which each rank of a CP group takes its part
         rows=np.arange(rows, dtype=np.int64) * tokens // max(1, rows) if in_llm else None,
         seeds=np.zeros(count, np.int64) if "dropout" in fields else None,
         weights=np.ones(count, np.float32) if weighed else None,
@@ -75,7 +75,7 @@ def _sequences(slot: Slot, unit: str, lengths: Sequence[int], fields: set[str]) 
 
 
 def _values(grids: Ints, head: Head) -> list[Any]:
-    """By run of equal grids, what one encoder or generator reads."""
+    """Return, for each run of equal grids, the input arrays of one encoder or generator."""
     return [
         np.repeat(
             MODALITIES[head.item].blank(head, (rows, columns))[None], sum(1 for _ in run), axis=0

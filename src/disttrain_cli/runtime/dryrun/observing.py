@@ -1,4 +1,4 @@
-"""What a step does on its device, operator by operator: kernels, messages, and storages."""
+"""Counts of a step's device work, operator by operator: kernels, messages, and storages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from disttrain_cli.models import symmetric
 from disttrain_cli.runtime.dryrun.refusing import refuse
 from disttrain_cli.runtime.dryrun.storages import Storages, on_cuda, tensors_in
 
-#: Operators that start no kernel, besides those that only view.
+#: Operators that start no kernel, apart from views.
 IDLE = {
     "empty",
     "empty_like",
@@ -27,11 +27,11 @@ IDLE = {
 
 
 class Observer(Storages):
-    """Counts what passes while it is active."""
+    """Counter of the operators that are dispatched while it is active."""
 
     def __init__(self) -> None:
         super().__init__()
-        #: Kernels, operators of the host; sends, receives, collectives and the bytes of each
+        #: Kernels, host operators, sends, receives, collectives, and the bytes of the last three
         #: ("sends_bytes").
         self.counts: Counter[str] = Counter()
 
@@ -54,5 +54,5 @@ class Observer(Storages):
         kind = {"send": "sends", "recv_": "receives"}.get(name, "collectives")
         sizes = [tensor.numel() * tensor.element_size() for tensor in tensors_in(args)]
         self.counts[kind] += 1
-        # of a gather what it makes, of a scatter what it takes
+        # the output of a gather, the input of a scatter
         self.counts[f"{kind}_bytes"] += max(sizes, default=0)

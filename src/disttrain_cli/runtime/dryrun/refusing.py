@@ -1,4 +1,4 @@
-"""What kernels of CUDA refuse and fake tensors let pass."""
+"""Checks for arguments that CUDA kernels reject but fake tensors accept."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ FLASH_TYPES, FLASH_WIDTH = {torch.float16, torch.bfloat16}, 256
 
 
 def refuse(func: Any, args: Any, kwargs: Any) -> None:
-    """Raise RuntimeError, as the kernel would, for products of different types and attention that
-    flash cannot do."""
+    """Raise RuntimeError, as the kernel would, on mixed-dtype GEMMs and unsupported attention.
+
+    Attention is unsupported where the flash kernel does not take the dtype or head size.
+    """
     name = func._opname
     if name not in PRODUCTS and name not in FLASH:
         return

@@ -1,5 +1,4 @@
-"""The library that lets fake tensors live on CUDA devices in PyTorch's CPU build, compiled here and
-preloaded."""
+"""Library for fake tensors on CUDA devices in PyTorch's CPU build, compiled and preloaded."""
 
 from __future__ import annotations
 
@@ -23,14 +22,14 @@ _LONGEST_S = 300
 
 
 def environment() -> dict[str, str]:
-    """Variables for a new Python process, in which `device.pretend` then finds CUDA devices.
+    """Return environment variables for a new Python process in which `device.pretend` works.
 
-    The library is compiled once per version of torch, in a few seconds, and kept in the user's
-    cache.
+    The library is compiled once per version of torch, in a few seconds, and stored in the user's
+    cache folder.
 
     Raises:
-        DisttrainError: torch has CUDA of its own, no C++ compiler can build against it, the cache
-            cannot be written, or what lies there cannot be loaded.
+        DisttrainError: torch is built with CUDA, no C++ compiler can build against it, the cache
+            cannot be written, or the cached library cannot be loaded.
     """
     torch = _torch_folder()
     library = _library(torch)
@@ -40,7 +39,7 @@ def environment() -> dict[str, str]:
         *filter(None, [os.environ.get("LD_LIBRARY_PATH")]),
     ]
     variables = {
-        "LD_PRELOAD": library.name,  # of a path it would take spaces for ends
+        "LD_PRELOAD": library.name,  # a name, as LD_PRELOAD would split a path at spaces
         "LD_LIBRARY_PATH": os.pathsep.join(folders),
     }
     _try_out(library, variables)
@@ -48,8 +47,7 @@ def environment() -> dict[str, str]:
 
 
 def _try_out(library: Path, variables: dict[str, str]) -> None:
-    """Start a process with the library; the loader only warns of one that it cannot use, and goes
-    on."""
+    """Start a process with the library, as the loader only warns of one that it cannot use."""
     done = subprocess.run(
         [sys.executable, "-S", "-c", "print(open('/proc/self/maps').read())"],
         env=os.environ | variables,
@@ -90,7 +88,7 @@ def _library(torch: Path) -> Path:
             Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute()
             / "disttrain"
         )
-    except RuntimeError as error:  # HOME is not set, and the user is in no list
+    except RuntimeError as error:  # HOME is not set, and the user has no passwd entry
         raise DisttrainError(
             "There is no home folder to keep a library in",
             str(error),
@@ -148,7 +146,7 @@ def _compile(source: str, torch: Path, library: Path) -> None:
 
 
 def _run(words: list[str]) -> subprocess.CompletedProcess[str]:
-    """Run a compiler to its end; raises DisttrainError where it does not start or does not end."""
+    """Run a compiler; raises DisttrainError if it cannot be started or times out."""
     try:
         return subprocess.run(words, capture_output=True, text=True, timeout=_LONGEST_S)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Which stages of a plan differ, and what is found of each: the dry run's report."""
+"""Distinct stages of a plan, and the records of the dry run's report."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from pydantic import BaseModel
 from disttrain_cli.models.graph import LayerInfo, live_tensors
 from disttrain_cli.spec.stage_graph import Stage, StageGraph
 
-#: Name of the file with a double per process: the share of its work that is done.
+#: Name of the progress file: a double per process, the completed share of its work.
 PROGRESS = "progress"
 
 
 class Message(BaseModel):
-    """A state tensor as it crosses a cut in a slot."""
+    """State tensor that crosses a cut between stages in a slot."""
 
-    instruction: str  # that sent or received it
+    instruction: str  # the one that sent or received it
     tensor: str
     shape: list[int]  # of this rank's rows
     dtype: str
 
 
 class Wait(BaseModel):
-    """Where the host waited for the device."""
+    """Point at which the host waited for the device."""
 
     instruction: str  # "" = at the end of the step
     what: str  # an operator, or a copy
@@ -32,14 +32,14 @@ class Wait(BaseModel):
 
 
 class Failure(BaseModel):
-    """Why a stage's step did not end."""
+    """Error that ended a stage's step early."""
 
     what: str
     where: str  # source line
 
 
 class OrderSeen(BaseModel):
-    """What all ranks send, receive and join in a step, and whether every rank gets to its end."""
+    """Check of all ranks' sends, receives and collectives in a step for deadlocks."""
 
     slots: int
     operations: int
@@ -47,17 +47,17 @@ class OrderSeen(BaseModel):
 
 
 class StageSeen(BaseModel):
-    """What one rank of a stage did in a step, and in its last slot."""
+    """Observations of one rank of a stage in a step, and in its last slot."""
 
-    stages: list[int]  # numbers of the stages that are alike
+    stages: list[int]  # numbers of the identical stages
     rank: int
     slots_in_flight: int
-    slots: int  # of the step that was taken
-    kept_gib: float = 0.0  # from forward to backward, of a slot
+    slots: int  # in the observed step
+    kept_gib: float = 0.0  # saved from forward to backward, per slot
     peak_gib: float = 0.0
-    built_gib: float = 0.0  # most while the engine was built
+    built_gib: float = 0.0  # peak while the engine was built
     leaked_gib: float = 0.0  # alive after the step, and not before it
-    kernels: int = 0  # of a slot, forward and backward
+    kernels: int = 0  # per slot, forward and backward
     host_operators: int = 0
     sends: int = 0
     send_gib: float = 0.0
@@ -65,29 +65,34 @@ class StageSeen(BaseModel):
     receive_gib: float = 0.0
     collectives: int = 0
     collective_gib: float = 0.0
-    devices: list[str] = []  # on which tensors of the stage lie
+    devices: list[str] = []  # of the stage's parameters
     messages: list[Message] = []
     waits: list[Wait] = []
     failure: Failure | None = None
     took_s: float = 0.0
-    host_mib: float = 0.0  # memory of the process that tried it
+    host_mib: float = 0.0  # peak memory of the dry run's process
 
 
 def slots_in_flight(stage: Stage, microbatches: int) -> int:
-    """Slots whose activations a stage keeps at a time, in DeepSpeed's 1F1B schedule."""
+    """Return the slots whose activations a stage holds at a time, in DeepSpeed's 1F1B schedule."""
     return min(microbatches, stage.to_end)
 
 
 def slots_seen(stage: Stage, microbatches: int) -> int:
-    """Slots of a step in which a stage comes to keep all that it ever does: gradients of weights
-    that wait are behind those of inputs by their delay."""
+    """Return the number of slots after which a stage's memory has reached its peak.
+
+    With a split backward, weight gradients are deferred behind input gradients by `weight_delay`.
+    """
     flight = slots_in_flight(stage, microbatches)
     return min(microbatches, flight + 1 + (stage.weight_delay or 0))
 
 
 def distinct(graph: StageGraph, table: Sequence[LayerInfo], microbatches: int) -> list[list[Stage]]:
-    """Stages in groups that do the same: equal layers, tensors over their cuts, slots in flight,
-    delays and neighbours."""
+    """Group the stages that do the same work.
+
+    Stages of a group have equal layers, tensors over their cuts, slots in flight, delays and
+    neighbouring units.
+    """
     groups: dict[tuple[object, ...], list[Stage]] = {}
     for stage in graph.stages:
         layers = tuple((table[number].module, table[number].kind) for number in stage.layers)

@@ -1,4 +1,4 @@
-"""Following the storages of tensors on a device: what is alive, and the most that ever was."""
+"""Tracker of tensor storages on a device: bytes alive, and their peak."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ BLOCK_BYTES = 512
 
 
 class Storages(TorchDispatchMode):
-    """Bytes alive on a kind of device, of all tensors made or touched while the mode is active.
+    """Bytes alive on a kind of device, of all tensors created or used while the mode is active.
 
-    It knows nothing of layers or autograd: a storage counts from the operator that made it until it
-    is freed. What kernels hold of their own counts for the peak while they run, as it is stated,
-    and symmetric memory from its first use on; a rank has one TP group.
+    It is independent of layers and autograd: a storage counts from the operator that created it
+    until it is freed. Workspaces inside kernels count for the peak while they run, by their formula
+    (`workspace_bytes`), and symmetric memory from its first use on; a rank has one TP group.
     """
 
     def __init__(self, device: str = "cuda") -> None:
@@ -32,7 +32,7 @@ class Storages(TorchDispatchMode):
         self._device = device
 
     def follow(self, tensor: Tensor) -> None:
-        """Count a tensor's storage on the device from now on, if it is not yet."""
+        """Count a tensor's storage on the device from now on, unless it is counted already."""
         storage = tensor.untyped_storage()
         address = storage._cdata
         if address in self.alive:
@@ -63,7 +63,7 @@ class Storages(TorchDispatchMode):
 
 
 def tensors_in(*values: Any) -> Iterator[Tensor]:
-    """Tensors among an operator's arguments or results, which nest in lists, tuples and dicts."""
+    """Yield the tensors in an operator's arguments or results: nested lists, tuples and dicts."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
@@ -74,8 +74,11 @@ def tensors_in(*values: Any) -> Iterator[Tensor]:
 
 
 def device_of(tensor: Tensor) -> torch.device:
-    """Device of a tensor; of a fake one without asking torch, which dispatches such a question
-    through all modes as if it were an operator."""
+    """Return the device of a tensor.
+
+    For a fake tensor it is read without asking torch, which would dispatch the query through all
+    modes like an operator.
+    """
     device: torch.device = getattr(tensor, "fake_device", None) or tensor.device
     return device
 
@@ -86,7 +89,7 @@ def on_cuda(tensor: Tensor) -> bool:
 
 
 def bytes_of(tensors: list[Tensor]) -> int:
-    """Bytes of all storages of some tensors, each once."""
+    """Return the bytes of all storages of some tensors, counting each storage once."""
     sizes = {
         tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors
     }

@@ -1,5 +1,4 @@
-"""Where the host would wait for its device, found by the operators that a step runs on a fake
-one."""
+"""Detection of host waits on the device, from the operators that a step runs on a fake one."""
 
 from __future__ import annotations
 
@@ -21,24 +20,24 @@ _OWN, _TORCH = Path(__file__).parent, Path(torch.__file__).parent
 
 
 def pin_memory(tensor: Tensor, *_: Any) -> Tensor:
-    """In the place of `Tensor.pin_memory`: a copy in memory that counts as page-locked."""
+    """Replace `Tensor.pin_memory`: return a copy that is marked as page-locked."""
     return _pinned(tensor.clone())
 
 
 def synchronize(what: str) -> None:
-    """In the place of waiting for the device, a stream or an event."""
+    """Replace waiting for the device, a stream or an event: count the wait."""
     if Waits.active is not None:
         Waits.active.counts[what, _where(sys._getframe(1))] += 1
 
 
 class Waits(TorchDispatchMode):
-    """Counts the waits for a device by what waits and where in the code, innermost function first.
+    """Counter of waits for a device, by cause and source location, innermost function first.
 
-    What waits: `synchronize` of whatever, reading a number of the device, operators whose result's
-    shape depends on numbers, selecting by a mask, copies between host and device that are not
-    asynchronous or whose memory on the host is not page-locked, and of NCCL's operations barriers.
-    These want tensors of the device: others are refused, as NCCL does. Numbers that the host asks
-    for are made up (1, or True), so that a step goes on and all its waits are found.
+    Causes: `synchronize` of any object, reading a value from the device, operators whose result's
+    shape depends on values, selecting by a mask, copies between host and device that are not
+    asynchronous or whose host memory is not page-locked, and barriers among NCCL's operations.
+    NCCL's operations require device tensors: others are refused, as NCCL does. Values that the host
+    reads are invented (1, or True), so that a step continues and all its waits are found.
     """
 
     active: ClassVar[Waits | None] = None  # in all threads: autograd's too
@@ -58,7 +57,7 @@ class Waits(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:
-            return device_of(args[0])  # past the other modes, which have nothing to note
+            return device_of(args[0])  # without the other modes, which need not see it
         kwargs = kwargs or {}
         tensors = list(tensors_in(args, kwargs))
         if what := _waits(func, args, kwargs, tensors):
@@ -72,7 +71,7 @@ class Waits(TorchDispatchMode):
 
 
 def _waits(func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> str:
-    """What the host would wait for in an operator; "" for nothing."""
+    """Return what makes the host wait in an operator; "" if nothing does."""
     name = func._schema.name
     if func.namespace == "c10d":
         if name == "c10d::barrier":
@@ -90,7 +89,7 @@ def _waits(func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> str:
             for index in args[1]
             if index is not None and index.dtype in (torch.bool, torch.uint8)
         ]
-        # filled, as `masked_fill` does
+        # a fill with a host scalar does not wait, as in `masked_fill`
         alone = len(args) > 2 and args[2].numel() == 1 and not on_cuda(args[2])
         return name if masks and not alone else ""
     depends = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags)
@@ -121,8 +120,10 @@ def _is_pinned(tensor: Tensor) -> bool:
 
 
 def _where(frame: FrameType | None) -> str:
-    """The innermost function outside torch and this package, and the innermost of the project if
-    that is another."""
+    """Return the innermost function outside torch and this folder.
+
+    If that is not the package's, the package's innermost function follows.
+    """
     shown: list[str] = []
     while frame is not None:
         file = Path(frame.f_code.co_filename)

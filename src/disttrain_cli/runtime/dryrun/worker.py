@@ -1,11 +1,10 @@
-"""One stage's whole step on a fake device, in a process of its own: the project's engine, brokers
-and optimizer.
+"""Full step of one stage on a fake device, in its own process: real engine, brokers, optimizer.
 
 Called by `launch` with the payload that `dryrun.py` writes: `run` (path of the run file), `plan`,
-`profile` (their JSON), `stages` (by process from 1 on, numbers of stages that are alike; process 0
-looks at the messages of all ranks), `name`, `memory_gib` and `capability` of the device, `folder`
-(for what is found, a file per process, and `PROGRESS`) and `at_once` (processes that may work at a
-time).
+`profile` (their JSON), `stages` (by process from 1 on, numbers of identical stages; process 0
+checks the messages of all ranks), `name`, `memory_gib` and `capability` of the device, `folder`
+(for the results, a file per process, and `PROGRESS`) and `at_once` (the maximum of processes
+that work at a time).
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ from disttrain_cli.spec.stage_graph import RankCoords, StageGraph, stage_graph
 from disttrain_cli.spec.whole import write_whole
 
 GIB = 2**30
-#: Instructions of a slot; the rest ends the step.
+#: Instructions of a slot; the others end the step.
 OF_SLOT = (
     "_receive_activation",
     "_forward",
@@ -78,15 +77,15 @@ OF_SLOT = (
 )
 _LONGEST = 300  # letters of an error's first line
 ORDER, MOST_FAULTS = "order.json", 4
-#: Slots that take as long as to build the engine.
+#: Slots that take as long as building the engine, for the progress bar.
 BUILDING = 2
 DEVICE = torch.device("cuda", 0)
-#: A pipe with as many bytes as more processes may work: each takes one, and puts it back.
+#: Pipe used as a semaphore: each process takes a byte to work, and puts it back afterwards.
 _turns = (-1, -1)
 
 
 def before_fork(payload: dict[str, Any]) -> None:
-    """Import the model's classes and build its table once for all stages."""
+    """Import the model's classes and build its layer table once for all stages."""
     global _turns
     deepspeed.ops.__dict__["__compatible_ops__"] = {}  # nothing is compiled
     import_muon()
@@ -96,7 +95,7 @@ def before_fork(payload: dict[str, Any]) -> None:
 
 
 def main(payload: dict[str, Any]) -> None:
-    """Do the work of this process when it is its turn, and write what was found."""
+    """Do the work of this process when it is its turn, and write the results."""
     number, folder = int(os.environ["RANK"]), Path(payload["folder"])
     os.environ["LOCAL_RANK"] = "0"
     torch.set_num_threads(1)
@@ -125,7 +124,7 @@ def _report(path: Path, number: int, share: float) -> None:
 def _order(
     run: Run, plan: Plan, profile: Profile, graph: StageGraph, report: Callable[[float], None]
 ) -> OrderSeen:
-    """All ranks' messages in as many slots as fill the pipeline and empty it again."""
+    """Record and check all ranks' messages in enough slots to fill and drain the pipeline."""
     most = plan.plan.microbatches
     slots = max(slots_seen(stage, most) for stage in graph.stages)
     order = worst_step(profile, plan.plan, slots)
@@ -173,8 +172,10 @@ def _seen(
 
 
 def _look_up_layouts(run: Run, coords: RankCoords, slot: Slot) -> None:
-    """Have the layouts of the slot's images ready, which the host makes from numbers: fake tensors
-    have none."""
+    """Cache the layouts of the slot's images before fake tensors are active.
+
+    The host computes them from values, which fake tensors do not have.
+    """
     table, layers = layer_table(run), coords.stage.layers
     for number in {
         (table[number].module, table[number].kind): number for number in layers
@@ -194,8 +195,7 @@ def _take_steps(
     seen: StageSeen,
     report: Callable[[float], None],
 ) -> None:
-    """Build the engine, take a short step, in which optimizers make their states, and the one that
-    is looked at."""
+    """Build the engine, run a short step that allocates optimizer states, then the observed one."""
     now, table, layers = wall_clock(), layer_table(run), coords.stage.layers
     tracer = Tracer(Path(os.devnull), "dry-run", coords, now, device_clock=DeviceClock(now))
     fields = fields_of(table[layers.start : layers.stop], coords.unit)
@@ -232,8 +232,7 @@ def _take_steps(
 def watched(
     engine: UnitEngine, observer: Observer, waits: Waits, seen: StageSeen, last: int
 ) -> Iterator[None]:
-    """Note what slot `last` of a step does, instruction by instruction, and the waits of the whole
-    step."""
+    """Record what slot `last` of a step does, per instruction, and the waits of the whole step."""
     counts, syncs, messages = Counter[str](), Counter[tuple[str, str, str]](), list[Message]()
 
     def wrapped(name: str, stock: Callable[[int], None]) -> Callable[[int], None]:
@@ -246,7 +245,7 @@ def watched(
                 observer.alive_bytes,
             )
             received = bytes_of(list(engine._state.get(slot, {}).values()))
-            # a forward lets go of what its layers do not keep
+            # only for sends: a reference would keep tensors alive that a forward frees
             state = dict(engine._state.get(slot, {})) if "send" in name else {}
             stock(slot)
             for (what, where), times in (waits.counts - waited).items():
@@ -255,7 +254,7 @@ def watched(
                 return
             counts.update(observer.counts - before)
             if name == "_forward":
-                sent = bytes_of(list(engine._state.get(slot, {}).values()))  # soon
+                sent = bytes_of(list(engine._state.get(slot, {}).values()))  # to be sent
                 seen.kept_gib = (observer.alive_bytes - alive + received - sent) / GIB
             moved = (
                 state
@@ -307,7 +306,7 @@ def watched(
 
 
 def _failure(error: Exception) -> Failure:
-    """What went wrong, and in which of our lines (else in which of a library's)."""
+    """Return the error and its line in this package (else the innermost line of a library)."""
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)

@@ -1,9 +1,8 @@
-"""A step whose every slot brings the most work that a plan's memory is priced for; made from
-numbers, without data.
+"""Synthetic step whose every slot has the most work that a plan's memory is priced for.
 
-The first replica of every unit has it (`costs.activations.worst_mix`): of the unit with the LLM
-every sequence is the worst of the data, elsewhere one sequence is and the others are average ones.
-What is not a whole number of items is rounded up, images to whole merge blocks.
+The first replica of every unit gets it (`costs.activations.worst_mix`): in the unit with the LLM
+every sequence is the worst of the data, elsewhere one sequence is and the others are average.
+Fractional items are rounded up, images to whole merge blocks.
 """
 
 from __future__ import annotations
@@ -32,18 +31,18 @@ from disttrain_cli.spec.work import Work
 
 
 def worst_step(profile: Profile, layout: Layout, slots: int) -> StepOrder:
-    """So many slots of the worst work, all alike."""
+    """Return a step of `slots` identical slots of the worst work."""
     slot = worst_slot(profile, layout)
     labels, targets = (slots * len(items) for items in (slot.sequences, slot.items["target"]))
     return StepOrder(0, [slot] * slots, labels * profile.inputs.sequence_length, targets)
 
 
 def worst_slot(profile: Profile, layout: Layout) -> Slot:
-    """A slot in which the first replica of every unit has the worst work."""
+    """Return a slot in which the first replica of every unit has the worst work."""
     inputs, sequences = profile.inputs, slot_sequences(profile, layout)
     worst = {
         head.item: _Items(profile, layout, head) for head in reversed(inputs.heads)
-    }  # of several heads the first
+    }  # the first of several heads wins
     items = {
         item: worst[item].in_slot(sequences) if item in worst else slot_items() for item in KINDS
     }
@@ -73,10 +72,9 @@ def worst_slot(profile: Profile, layout: Layout) -> Slot:
 
 
 def at_work(profile: Profile, layout: Layout, slot: Slot) -> Profile:
-    """The profile as if the worst sequences brought just the work that first replicas have in a
-    slot.
+    """Return the profile with the worst sequences scaled to the first replicas' work in a slot.
 
-    What `costs.activations` prices by it is that of this slot, whose items are whole ones.
+    With it, `costs.activations` prices the work of this slot, whose items are not split.
     """
     sequences, modules = slot_sequences(profile, layout), dict(profile.modules)
     for unit in layout.units:
@@ -88,9 +86,9 @@ def at_work(profile: Profile, layout: Layout, slot: Slot) -> Profile:
                 + (item / module.work_per_sequence.items if module.work_per_sequence.items else 0.0)
             )
             items = slot.replicas[unit.name][0]
-            own = dealt(slot, name, items, unit.dealt_over(name))[0]  # the observed rank's
+            own = dealt(slot, name, items, unit.dealt_over(name))[0]  # of the observed rank
             work = slot.work(name, own)
-            # over cuts go rows, of the LLM whole sequences
+            # cuts carry rows, or whole sequences for the LLM
             ranks = unit.dp * unit.dealt_over(name)
             mean_tokens = module.work_per_sequence.tokens * sequences / ranks
             whole = name == profile.inputs.llm or not mean_tokens
@@ -112,7 +110,10 @@ def at_work(profile: Profile, layout: Layout, slot: Slot) -> Profile:
 
 
 def sample_lengths(profile: Profile) -> list[int]:
-    """Tokens of the samples of a worst sequence: equal ones, with about as many pairs of tokens."""
+    """Return the lengths in tokens of a worst sequence's samples.
+
+    Samples have equal lengths, with about as many pairs of tokens in all as the sequence.
+    """
     worst = profile.modules[profile.inputs.llm].max_work_per_sequence
     tokens = min(math.ceil(worst.tokens), profile.inputs.sequence_length)
     samples = max(
@@ -122,7 +123,7 @@ def sample_lengths(profile: Profile) -> list[int]:
 
 
 class _Items:
-    """The items of a modality in a slot, as the module of `head` has them."""
+    """Items of a modality in a slot, for the module of `head`."""
 
     def __init__(self, profile: Profile, layout: Layout, head: Head) -> None:
         self._profile, self._head, module = profile, head, head.module
@@ -142,12 +143,12 @@ class _Items:
         self.counts: Ints = np.diff(until, prepend=0.0).astype(np.int64)  # by sequence
 
     def in_slot(self, sequences: int) -> SlotItems:
-        """The items of a slot of so many sequences."""
+        """Return the items of a slot with this number of sequences."""
         sequence = np.repeat(np.arange(sequences), self.counts)
         return slot_items(sequence, None if self._head.alike else self.grids())
 
     def owners(self, unit: UnitPlan, holds_llm: bool) -> Ints:
-        """The replica of every item."""
+        """Return the replica of every item."""
         if holds_llm:
             each = self._sequences // unit.dp
             return np.repeat(np.arange(self._sequences) // each, self.counts)
@@ -157,8 +158,10 @@ class _Items:
         return np.concatenate([np.zeros(first, np.int64), others])
 
     def grids(self) -> Ints:
-        """Rows and columns of every item: those of the first replica have as large sizes together
-        as its work, spread evenly in whole blocks."""
+        """Return rows and columns of every item.
+
+        The first replica's items are together as large as its work, spread evenly in whole blocks.
+        """
         unit, head = self._unit, self._head
         work = self._worst if self.inside else self._mix(unit)
         images = self.counts[0] if self.inside else int((self.owners(unit, False) == 0).sum())
@@ -186,7 +189,10 @@ class _Items:
 
 
 def _near_square(blocks: int) -> tuple[int, int]:
-    """(rows, columns) with as many blocks, or a few more where they divide badly."""
+    """Return (rows, columns) with at least `blocks` blocks, near a square.
+
+    There are a few more blocks where `blocks` has no suitable divisor.
+    """
     rows = square = math.isqrt(blocks)
     while rows > 1 and blocks % rows > 0 and rows > square - 4:
         rows -= 1
@@ -194,5 +200,5 @@ def _near_square(blocks: int) -> tuple[int, int]:
 
 
 def slot_sequences(profile: Profile, layout: Layout) -> int:
-    """Sequences of a slot, over all replicas of the LLM."""
+    """Return the number of sequences in a slot, over all replicas of the LLM."""
     return layout.unit_of(profile.inputs.llm).dp * layout.microbatch_size

@@ -1,5 +1,4 @@
-"""From a plan and a place to a running engine: this rank's layers, brokers, optimizer and DeepSpeed
-configuration."""
+"""Construction of a rank's engine: its layers, brokers, optimizer and DeepSpeed configuration."""
 
 from __future__ import annotations
 
@@ -48,13 +47,12 @@ def build_engine(
     grid: UnitGrid | None = None,
     built: Callable[[], None] = lambda: None,
 ) -> UnitEngine:
-    """Build this rank's layers, with the weights they start from, and the DeepSpeed engine around
-    them.
+    """Build this rank's layers with their initial weights, and the DeepSpeed engine around them.
 
     Args:
-        given: layers that get other weights afterwards, so that those of folders are not read.
-        grid: the rank's groups, where they are made already.
-        built: called when the layers are there, before the engine talks to other ranks.
+        given: names of layers whose weights are set afterwards, so that their folders are not read.
+        grid: the rank's process groups, if they exist already.
+        built: called when the layers exist, before the engine communicates with other ranks.
 
     Raises:
         SpecError: published weights do not fit the model.
@@ -137,7 +135,7 @@ def _build_engine(
         downstream=together(downstream),
         tracer=tracer,
     )
-    if engine.optimizer is None:  # DeepSpeed casts what it optimizes
+    if engine.optimizer is None:  # else DeepSpeed has cast the module
         engine.module.to(message_dtype(run.file.train))
     return engine
 
@@ -151,10 +149,10 @@ def brokers(
     carrying: Callable[[int], frozenset[str]] | None = None,
     grid: UnitGrid | None = None,
 ) -> tuple[list[Broker], list[Broker]]:
-    """Brokers to the stages before and after a rank's own.
+    """Return the brokers to the previous and the next stages of a rank's stage.
 
-    `carrying(cut)` names the tensors whose gradients come back over a cut (all of them if not
-    given); messages for which `grid` has no way take the world's communicator.
+    `carrying(cut)` names the tensors whose gradients return over a cut (None: all of them);
+    messages for which `grid` has no communicator use the world's.
     """
     stage, ways = coords.stage, {} if grid is None else grid.ways
 
@@ -189,14 +187,14 @@ def brokers(
 
 
 def live_at(table: list[LayerInfo], stage: Stage, cut: int) -> list[TensorSpec]:
-    """State tensors that cross a cut inside a stage or at its ends: of those on its own line."""
+    """Return the state tensors of a stage's line that cross a cut inside it or at its ends."""
     return live_tensors(table, cut, stage.parallel)
 
 
 def engine_parts(
     run: Run, layout: Layout, grid: UnitGrid, coords: RankCoords, layers: Sequence[PipelineLayer]
 ) -> dict[str, Any]:
-    """What an engine is made of besides its runner, brokers and tracer."""
+    """Return the arguments of `UnitEngine` other than runner, brokers and tracer."""
     train = run.file.train
     optimizer = make_optimizer(layers, train.optimizer)
     config = deepspeed_config(train, layout, optimizer is not None, dp=coords.unit.dp_cp_size)
@@ -215,12 +213,11 @@ def engine_parts(
 def deepspeed_config(
     train: TrainSpec, layout: Layout, trains: bool = True, *, dp: int
 ) -> dict[str, Any]:
-    """The DeepSpeed configuration of one stage: `template.json` with the numbers of this run filled
-    in.
+    """Return the DeepSpeed configuration of one stage: the template with this run's numbers.
 
-    micro batch 1 and train batch DP · slots satisfy its assertions for any split of a slot. It
-    neither takes norms nor clips (the engine does), splits nothing where there is one replica
-    (fp32), and optimizes nothing where the stage does not train.
+    micro batch 1 and train batch DP · slots satisfy DeepSpeed's assertions for any split of a slot.
+    DeepSpeed neither computes norms nor clips (the engine does), partitions nothing where there is
+    one replica (fp32), and optimizes nothing where the stage does not train.
     """
     config: dict[str, Any] = json.loads(
         (files("disttrain_cli") / "templates" / "deepspeed.json").read_text()

@@ -1,8 +1,9 @@
-"""DeepSpeed's engine of one stage: what is kept of it, and what keeps it from doing the rest.
+"""DeepSpeed's engine of one stage, reduced to the parts that are used.
 
-Kept are what its optimizers keep (ZeRO-1, bf16) and its configuration. It neither computes nor
-moves a slot and takes no norm (`UnitEngine` does), reduces no gradients (`reduction`) and gathers
-no weights (`partitions`). The numbers in the comments are the traps listed in docs/deepspeed.md.
+In use are its optimizers' states (ZeRO-1, bf16) and its configuration. It neither computes nor
+moves a slot and computes no norm (`UnitEngine` does), reduces no gradients (`reduction`) and
+gathers no weights (`partitions`). The numbers in the comments are the traps listed in
+docs/deepspeed.md.
 """
 
 from __future__ import annotations
@@ -34,8 +35,7 @@ from disttrain_cli.spec.stage_graph import RankCoords
 
 
 class StageModule(PipelineModule):
-    """The layers of one stage under DeepSpeed's pipeline type, without its uniform grid (trap
-    2)."""
+    """Layers of one stage as DeepSpeed's pipeline module, without its uniform grid (trap 2)."""
 
     def __init__(self, layers: Sequence[PipelineLayer], grid: UnitGrid, coords: RankCoords) -> None:
         nn.Module.__init__(self)
@@ -59,8 +59,8 @@ class StageEngine(PipelineEngine):
     """One rank's weights under DeepSpeed: reduction of their gradients, optimizer, and gathering.
 
     Args:
-        overlap: whether gradients are reduced during the last pass of a step that makes any, and
-            weights gathered ahead of the next one's forwards.
+        overlap: True to reduce gradients during the last pass of a step that computes any, and to
+            gather weights during the next step's forwards.
     """
 
     _starting = True
@@ -74,7 +74,7 @@ class StageEngine(PipelineEngine):
     ) -> None:
         device = next((weight.device for weight in module.parameters()), torch.device("cpu"))
         grid = module.mpu()
-        # DeepSpeed makes masters of weights that it has rounded to bf16 (trap 37)
+        # DeepSpeed copies the fp32 masters from weights that it has rounded to bf16 (trap 37)
         values = [
             own_values(
                 group["params"],
@@ -84,7 +84,7 @@ class StageEngine(PipelineEngine):
             for group in (optimizer.param_groups if optimizer and "bf16" in config else ())
         ]
         super().__init__(
-            # not LOCAL_RANK's: a rank may see its own device alone, or share one (trap 36)
+            # not LOCAL_RANK: a rank may see only its device, or share one (trap 36)
             args=SimpleNamespace(device_rank=device.index or 0),
             model=module,
             optimizer=optimizer,
@@ -110,7 +110,7 @@ class StageEngine(PipelineEngine):
         self.reduction = Reduction(weights, partitions, replicas, overlap)
 
     def is_first_stage(self) -> bool:
-        """Both ends while starting: its ping-pong with neighbours assumes equal DP (trap 3)."""
+        """Return True during construction: DeepSpeed's ping-pong test assumes equal DP (trap 3)."""
         return self._starting or super().is_first_stage()
 
     def is_last_stage(self) -> bool:
@@ -118,7 +118,7 @@ class StageEngine(PipelineEngine):
 
     @contextmanager
     def backward_under_way(self) -> Iterator[None]:
-        """Gradients that are made inside are its own business (trap 28)."""
+        """Mark a backward as running: DeepSpeed refuses one that it did not start (trap 28)."""
         self._running_engine_backward = True
         try:
             yield
@@ -126,7 +126,7 @@ class StageEngine(PipelineEngine):
             self._running_engine_backward = False
 
     def take_step(self) -> None:
-        """Let the optimizer step with the gradients as they are, and forget them."""
+        """Step the optimizer with the current gradients, and clear them."""
         self._force_grad_boundary = True
         self._take_model_step(None)
         self._force_grad_boundary = False

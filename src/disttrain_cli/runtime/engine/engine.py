@@ -1,10 +1,10 @@
-"""One rank's part of a step over units of different shape.
+"""Step of one rank in a pipeline over units of different shapes.
 
-Executes DeepSpeed's 1F1B schedule (`PipeSchedule`), or ours with backwards in two parts (`split`):
-loads, computes (`StageRunner`) and moves (`Broker`) slots, then has gradients reduced (`Reduction`)
-and DeepSpeed's optimizer step (`StageEngine`). The gradient norm is taken once over all units: each
-rank counts its own partition or share. A stage of which nothing is trained has no optimizer, but
-stays in that reduction (deepspeed traps 7, 19, 33; docs/deepspeed.md).
+Executes DeepSpeed's 1F1B schedule (`PipeSchedule`), or this package's with a split backward
+(`split`): loads, computes (`StageRunner`) and moves (`Broker`) slots, then has gradients reduced
+(`Reduction`) and DeepSpeed's optimizer step (`StageEngine`). The gradient norm is computed once
+over all units: each rank counts its own partition or share. A stage without trained weights has no
+optimizer, but takes part in that reduction (deepspeed traps 7, 19, 33; docs/deepspeed.md).
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ if TYPE_CHECKING:
 
 
 class UnitEngine:
-    """One rank's engine. `run_step` executes one optimizer step.
+    """Engine of one rank. `run_step` executes one optimizer step.
 
     Args:
         stage: the weights under DeepSpeed.
-        loss_modules: of the whole model, by name of a loss, the module that has it.
-        trained: names under which weights of the whole model are trained.
+        loss_modules: module that computes each loss of the whole model, by name of the loss.
+        trained: owners of the whole model's trained weights: modules, "projectors".
     """
 
     def __init__(
@@ -84,13 +84,13 @@ class UnitEngine:
         # of this step, by slot and module
         self._amounts: dict[tuple[int, str], dict[str, int]] = {}
         self.data_wait_ns = 0
-        #: Updates that the moments of each name have seen.
+        #: Number of updates in the moments of each owner in `trained`.
         self.updates = dict.fromkeys(trained, 0)
         self.skipped_steps = self.skipped_in_a_row = 0
         self._norm = math.nan
         # of the last step's global batch, weighted, by name
         self.step_losses: dict[str, float] = {}
-        self.largest: list[float] = []  # over the ranks, of what each told in the last step
+        self.largest: list[float] = []  # maxima over the ranks of the last step's `told` values
 
     @property
     def basic_optimizer(self) -> Any:
@@ -99,7 +99,7 @@ class UnitEngine:
 
     # ---- one step -------------------------------------------------------------------------------
     def get_ready(self) -> None:
-        """Called before the clock of a step starts: a rank begins as soon as it can."""
+        """Prepare a step before its clock starts; nothing to do here, for subclasses."""
 
     def run_step(
         self,
@@ -107,15 +107,17 @@ class UnitEngine:
         fetch: Callable[[int], Batch],
         told: Callable[[], Sequence[float]] = tuple,
     ) -> None:
-        """Train on the global batch of `order`; `fetch(slot)` waits for this rank's inputs of a
-        slot.
+        """Train on the global batch of `order`.
 
-        The host waits for its device once, for the norm, and goes on while the device takes the
-        optimizer step. With the norm come `step_losses`, and `largest` of the numbers that `told`
-        gives on each rank.
+        The host waits for its device once, for the norm, and continues while the device takes the
+        optimizer step. The same wait yields `step_losses` and `largest`.
+
+        Args:
+            fetch: waits for this rank's inputs of a slot and returns them.
+            told: returns this rank's values to be maximised over all ranks into `largest`.
 
         Raises:
-            NotFiniteError: a loss or the norm is not finite, and `train.on_bad_loss` says to stop.
+            NotFiniteError: a loss or the norm is not finite, and `train.on_bad_loss` is not "skip".
             OutOfMemoryError: the device has no memory left.
         """
         self.order, self.fetch, self.data_wait_ns, self._amounts, self._told = (
@@ -135,11 +137,11 @@ class UnitEngine:
         self._execute(self._schedule(len(order.slots)))
 
     def evaluate(self, order: StepOrder, fetch: Callable[[int], Batch]) -> dict[str, float]:
-        """The forward half of a step: the world's losses, weighted, by name; no row tells of it.
+        """Run the forwards of a step without trace rows; return the world's losses by name.
 
-        DeepSpeed's schedule for inference loads before it receives (deepspeed trap 17). At most one
-        slot is under way to the next stage, so that a fast stage does not fill the memory of a slow
-        one.
+        Losses are weighted. DeepSpeed's schedule for inference loads before it receives (deepspeed
+        trap 17). At most one slot is in flight to the next stage, so that a fast stage does not
+        fill the memory of a slow one.
         """
         self.order, self.fetch, self._state = order, fetch, {}
         self.runner.losses.clear()
@@ -165,7 +167,7 @@ class UnitEngine:
             self.tracer.silent = False
 
     def grad_norm(self) -> float:
-        """Global gradient norm of the last step, before clipping."""
+        """Return the global gradient norm of the last step, before clipping."""
         return self._norm
 
     def _schedule(self, slots: int) -> schedule.TrainSchedule:
@@ -180,8 +182,7 @@ class UnitEngine:
         return SplitSchedule(stage.weight_delay, **line)
 
     def _execute(self, pipe_schedule: schedule.PipeSchedule) -> None:
-        """Execute DeepSpeed's schedule; its buffers become slot numbers, which every instruction
-        here needs."""
+        """Execute DeepSpeed's schedule, with slot numbers in place of its buffer numbers."""
         self._state = {}
         forwards, backwards, weights = 0, 0, 0
         for commands in pipe_schedule:
@@ -209,8 +210,11 @@ class UnitEngine:
                 weights += kind is WeightPass
 
     def _late(self, command: schedule.PipeInstruction) -> bool:
-        """Sends go first where they cannot block (gloo); NCCL keeps the stock order, which pairs
-        both sides."""
+        """Return True for instructions to be sorted after the sends.
+
+        Sends go first where they cannot block (gloo); NCCL keeps the stock order, which pairs both
+        sides.
+        """
         return not communicators.in_order() and type(command) not in (
             schedule.SendActivation,
             schedule.SendGrad,
@@ -235,7 +239,7 @@ class UnitEngine:
             )
 
     def _send_activation(self, slot: int) -> None:
-        # the end of a shorter line: others have stages where it has none
+        # last stage of a shorter line; other lines have more stages
         if self.downstream is None:
             return
         start = self.tracer.mark()
@@ -261,7 +265,7 @@ class UnitEngine:
             self._state[slot] = gradients
 
     def _weights(self, slot: int) -> None:
-        """Those of the slot or, from the first that is left at the end on, of all that are left."""
+        """Compute the weight gradients of this slot, or of all remaining slots in the cool-down."""
         left = last_slots(len(self.order.slots), self.coords.stage.weight_delay)
         slots = left if slot == left.start else range(slot, slot + 1)
         if slots is left:
@@ -306,27 +310,35 @@ class UnitEngine:
         self.tracer.record("step", start)
 
     def _sum_tied_gradients(self) -> None:
-        """Over the two copies of a tied weight on different stages. All reductions of both stages
-        have ended before, so that neither waits here for a rank that waits for the other."""
+        """Sum the gradients of a tied weight's two copies on different stages.
+
+        All reductions of both stages have ended before, so that no rank waits here for a peer that
+        is itself waiting for another rank.
+        """
         twins = self.module.mpu().twins
         for gradient in tied_gradients(self.optimizer) if twins is not None else ():
             dist.all_reduce(gradient, group=twins)
 
     def _sum_partial_gradients(self) -> None:
-        """Over the TP group: gradients of undivided weights, of which each rank has a part
-        (`tensor_parallel.join`), as far as this rank steps them."""
+        """Sum partial gradients of replicated weights over the TP group.
+
+        Each rank has a part of the gradient of a weight that is not sharded
+        (`tensor_parallel.join`); only the weights that this rank steps are summed.
+        """
         group = self.module.mpu().tp
         if group is not None:
             sum_over(partial_gradients(self.optimizer), group)
 
     def _reduce_gradients(self) -> None:
-        """Over the ranks with the same weights (replicas, and the CP groups in them): what of it
-        does not run yet, and waiting for all."""
+        """Finish the reduction over the ranks with the same weights.
+
+        These are the replicas and the CP groups in them. Starts the reductions that are not running
+        yet, and waits for all.
+        """
         self.stage.reduction.finish()
 
     def _update(self) -> None:
-        """Take the world's gradient norm, clip to it and step; leave everything as it was where it
-        is not finite."""
+        """Compute the world's gradient norm, clip and step; skip the update if it is not finite."""
         unit = self.coords.unit
         gradients = reduced_gradients(self.optimizer, dp=unit.dp_cp_size, tp=unit.tp)
         squared, *losses = self._sums_and_largest(sum_of_squares(gradients, self.device))
@@ -348,12 +360,14 @@ class UnitEngine:
         self.stage.take_step()
 
     def settle(self) -> None:
-        """Wait until all weights are those of the last step."""
+        """Wait until all weights are updated by the last step."""
         self.stage.gathering.settle()
 
     def _sums_and_largest(self, squared: Tensor) -> list[float]:
-        """The world's sum of squares and its losses; `largest` is found on the way. The host waits
-        here, once."""
+        """Return the world's sum of squares and losses, and set `largest`.
+
+        The host waits for the device here, once.
+        """
         sums = torch.stack([squared, *self.runner.sum_losses(self.loss_modules, self.device)])
         dist.all_reduce(sums)
         largest = to_device(self._told(), self.device, torch.float64)
@@ -365,8 +379,7 @@ class UnitEngine:
         return values[: len(sums)]
 
     def _refuse_step(self, gradients: Sequence[tuple[str, Sequence[Tensor], float]]) -> None:
-        """Drop the gradients of a step that is not finite, and stop if that is what the run asks
-        for."""
+        """Drop the gradients of a non-finite step, and raise its error if the run is to stop."""
         sums = self.runner.sums
         assert sums is not None
         for module, tensors, _ in gradients:
@@ -391,7 +404,7 @@ class UnitEngine:
         return out_of_memory(self.coords, self.layout, operation, slot)
 
     def _timed(self, operation: str, slot: int) -> Callable[[str], Callable[[], None]]:
-        """Record one trace row per module, with the work that the slot brings to it."""
+        """Return a function that times a module and records its trace row and work in the slot."""
 
         def before(module: str) -> Callable[[], None]:
             self.tracer.begin(operation, slot, module)
@@ -403,7 +416,7 @@ class UnitEngine:
     def _record(
         self, operation: str, slot: int, module: str, start: Time, end: Time | None = None
     ) -> None:
-        if (slot, module) not in self._amounts:  # the backward's are those of the forward
+        if (slot, module) not in self._amounts:  # the backward reuses the forward's
             current = self.order.slots[slot]
             unit, coords = self.coords.unit, self.coords
             ranks = unit.dealt_over(module)
@@ -414,11 +427,10 @@ class UnitEngine:
         )
 
     def _nothing(self, slot: int) -> None:
-        """Tied weights are summed in `_reduce`; every stage loads what its layers need in
-        `_forward`."""
+        """Do nothing: `_reduce` sums tied weights, and `_forward` loads the layers' inputs."""
 
-    #: By name, so that subclasses may replace one; DeepSpeed's own map holds functions of its class
-    #: (trap 4).
+    #: Method names, so that subclasses may override one; DeepSpeed's map holds functions of its
+    #: class (trap 4).
     _INSTRUCTIONS = {  # noqa: RUF012
         schedule.OptimizerStep: "_step",
         schedule.ReduceGrads: "_reduce",
@@ -435,7 +447,7 @@ class UnitEngine:
 
 
 def amounts(slot: Slot, module: str, items: ReplicaItems) -> dict[str, int]:
-    """What a trace row says of the work that some items of a slot bring to a module."""
+    """Return a trace row's fields for the work of some items of a slot in a module."""
     item = slot.inputs.item(module)
     work = slot.work(module, items)
     images = (

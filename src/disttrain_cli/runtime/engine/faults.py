@@ -1,10 +1,9 @@
-"""What goes wrong in a step: numbers that are not finite, and memory that runs out; where, and what
-helps.
+"""Diagnosis of a step's failures: non-finite numbers and out-of-memory, with location and remedy.
 
 Every module's outputs and incoming gradients are summed as they pass, without waiting for the
-device: a sum is finite only if all of it is. When the step's norm or losses are not finite, the
-ranks look through their sums together and name the first module, in the order of computation, whose
-numbers went wrong.
+device: a sum is finite only if all of its terms are. When the step's norm or losses are not finite,
+the ranks search their sums together and name the first module, in the order of computation, whose
+numbers are not finite.
 """
 
 from __future__ import annotations
@@ -22,38 +21,40 @@ from disttrain_cli.errors import DisttrainError
 from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.stage_graph import RankCoords
 
-#: Steps that may be skipped one after the other: a model that does not recover is not trained on.
+#: Limit of consecutive skipped steps, after which a model is assumed not to recover.
 MOST_SKIPPED = 10
 PHASES = ("forward", "backward", "gradients")
 _NOTHING_FOUND = torch.iinfo(torch.int64).max
-# of the digits (phase, slot, place, name) of a place in a step; fits any pipeline into 63 bits
+# base of the digits (phase, slot, layer, module) of a key; fits any pipeline into 63 bits
 _BASE = 1 << 15
 
 
 class NotFiniteError(DisttrainError):
-    """A loss or the gradient norm is not finite, and `train.on_bad_loss` says to stop (exit code
-    1)."""
+    """Non-finite loss or gradient norm where `train.on_bad_loss` ends the run (exit code 1)."""
 
     on_every_rank = True
 
 
 class OutOfMemoryError(DisttrainError):
-    """A device has no memory left for what the plan puts on it (exit code 1)."""
+    """Device without enough memory for what the plan puts on it (exit code 1)."""
 
 
 @dataclass
 class Sums:
-    """Sums of what passed a rank's modules in this step, in the order of computation."""
+    """Sums over the outputs and gradients of a rank's modules in this step."""
 
-    names: Sequence[str]  # modules of the whole model and "projectors"
+    names: Sequence[str]  # the whole model's modules and "projectors"
     # phase, slot, layer, module, sum
     sums: list[tuple[int, int, int, str, Tensor]] = field(default_factory=list)
 
     def note(
         self, phase: str, slot: int, layer: int, module: str, tensors: Iterable[Tensor]
     ) -> None:
-        """Remember the sum of some tensors; `layer` orders the modules of a slot as they compute in
-        this phase."""
+        """Record the sums of some tensors.
+
+        Args:
+            layer: orders the modules of a slot as they compute in this phase.
+        """
         for tensor in tensors:
             if tensor.numel():
                 self.sums.append(
@@ -67,12 +68,11 @@ class Sums:
                 )
 
     def clear(self) -> None:
-        """Begin a new step."""
+        """Clear the sums for a new step."""
         self.sums.clear()
 
     def first(self, device: torch.device) -> tuple[str, str, int] | None:
-        """(Module, phase, slot) of the first sum in the world that is not finite; every rank asks
-        together."""
+        """Return (module, phase, slot) of the world's first non-finite sum (collective)."""
         local = _NOTHING_FOUND
         for phase, slot, layer, module, total in self.sums:
             if not torch.isfinite(total):
@@ -93,7 +93,7 @@ def not_finite(
     where: tuple[str, str, int] | None,
     skipped: int,
 ) -> NotFiniteError:
-    """The error of a step that is not finite; `where` is what `Sums.first` found."""
+    """Return the error of a step that is not finite; `where` is the result of `Sums.first`."""
     values = ", ".join(f"{name} loss {value:g}" for name, value in losses.items())
     if where is None:
         first = "no module's outputs or gradients were seen to be infinite or NaN"
@@ -114,7 +114,7 @@ def not_finite(
 
 @contextmanager
 def out_of_memory(coords: RankCoords, layout: Layout, operation: str, slot: int) -> Iterator[None]:
-    """Turn a device's failure to allocate into an error that names the unit, and what to change.
+    """Turn a failed allocation into an error that names the unit and the fields to change.
 
     Raises:
         OutOfMemoryError: in place of torch's error.
@@ -134,7 +134,7 @@ def out_of_memory(coords: RankCoords, layout: Layout, operation: str, slot: int)
 
 @contextmanager
 def located(coords: RankCoords, operation: str, slot: int) -> Iterator[None]:
-    """Note on any error in which operation of which stage it was raised."""
+    """Add a note to any error with the operation and stage in which it was raised."""
     try:
         yield
     except Exception as error:
@@ -150,7 +150,7 @@ def _where(coords: RankCoords, operation: str, slot: int) -> str:
 
 
 def memory_advice(coords: RankCoords, layout: Layout) -> str:
-    """What makes a stage of a layout smaller, as far as it is not done yet."""
+    """Return the changes of the plan that would make a stage smaller and are not in effect yet."""
     unit = coords.unit
     changes = []
     if layout.microbatch_size > 1:

@@ -1,8 +1,8 @@
-"""Which layers train, which only pass gradients on, and which tensors carry gradients across a cut.
+"""Gradient flow: layers that train, layers that only pass gradients, and gradients across cuts.
 
 A layer's outputs carry gradients if some of its weights are trained or one of its inputs carries
-one. A layer with neither is *still*: it has no backward and keeps nothing for one. `costs.freezing`
-says the same of a profile's layers.
+one. A layer with neither is *forward-only*: it has no backward and saves nothing for one.
+`costs.freezing` applies the same rule to a profile's layers.
 """
 
 from __future__ import annotations
@@ -16,18 +16,21 @@ from disttrain_cli.models.layer import PipelineLayer
 
 @dataclass(frozen=True)
 class GradientFlow:
-    """What is trained of a whole model, and what follows from it."""
+    """Trained layers of a whole model, and the layers and cuts that gradients pass."""
 
-    # under which weights are trained (`PipelineLayer.owner_of`); None = all
+    # owners of the trained weights (`PipelineLayer.owner_of`); None = all
     names: tuple[str, ...] | None
-    trained: tuple[bool, ...]  # by layer, whether any of its weights are
-    passes: tuple[bool, ...]  # by layer, whether its inputs carry gradients
-    # by cut before a layer, and at the end: state tensors with gradients
+    trained: tuple[bool, ...]  # by layer, True if any of its weights are
+    passes: tuple[bool, ...]  # by layer, True if its inputs carry gradients
+    # state tensors with gradients, by cut before each layer and at the end
     carrying: tuple[frozenset[str], ...]
 
     def mark(self, layers: Sequence[PipelineLayer], first: int) -> None:
-        """Freeze the weights that are not trained, and tell layers `first`, first + 1, … what they
-        do."""
+        """Freeze the untrained weights, and set `trained` and `passes` of the layers.
+
+        Args:
+            first: index in the model of the first of `layers`.
+        """
         for index, layer in enumerate(layers, first):
             layer.trained, layer.passes = self.trained[index], self.passes[index]
             for path, parameter in layer.named_parameters():
@@ -38,8 +41,12 @@ class GradientFlow:
 
 
 def gradient_flow(table: Sequence[LayerInfo], trained: Sequence[str] | None) -> GradientFlow:
-    """The flow of gradients through a model of which `trained` modules (and "projectors") are
-    trained; None = all."""
+    """Return the gradient flow of a model.
+
+    Args:
+        table: layers of the model.
+        trained: modules (and "projectors") that are trained; None = all.
+    """
     carrying: set[str] = set()
     trains, passes, cuts = [], [], []
     for layer in table:

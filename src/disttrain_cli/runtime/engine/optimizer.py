@@ -1,11 +1,11 @@
 """AdamW over the trained weights of a stage: parameter groups, and each rank's share of the norm.
 
 Weights are grouped so that every flat partition of ZeRO lies in one bucket of layers
-(`costs.buckets`) and is of one kind: one module (or the projectors), decaying or not, divided over
-the TP group or whole on each of its ranks, with whole or partial gradients there. A tied weight
-whose other copy is on another stage is a group by itself, so that both are partitioned alike. What
-decays are matrices, kernels and embeddings (Loshchilov and Hutter 2019, arXiv 1711.05101, decoupled
-from the gradient); biases, norms and other single vectors, such as a class token, do not.
+(`costs.buckets`) and is of one kind: one module (or the projectors), decaying or not, sharded over
+the TP group or replicated on its ranks, with full or partial gradients there. A tied weight whose
+other copy is on another stage is a group by itself, so that both are partitioned alike. Weight
+decay applies to matrices, kernels and embeddings (Loshchilov and Hutter 2019, arXiv 1711.05101,
+decoupled from the gradient); not to biases, norms and other single vectors, such as a class token.
 """
 
 from __future__ import annotations
@@ -25,20 +25,19 @@ from disttrain_cli.spec.runfile.train import OptimizerSpec, TrainSpec
 
 
 def decays(parameter: nn.Parameter) -> bool:
-    """Whether weight decay applies: more than one dimension of the whole tensor is longer than one
-    number."""
+    """Return True if weight decay applies: two or more dimensions of the global tensor exceed 1."""
     return sum(size > 1 for size in whole_shape(parameter)) > 1
 
 
 def parameter_groups(
     layers: Sequence[PipelineLayer], optimizer: OptimizerSpec
 ) -> list[dict[str, Any]]:
-    """Groups of the weights that ask for gradients, in the order in which the layers have them; one
-    that layers share (`models.tying`) is the first one's.
+    """Return groups of the weights that require gradients, in the layers' order.
 
-    Beside what AdamW reads, a group says its "name", the "module" whose learning rate it follows,
-    "initial_lr", of a TP group "tp_whole", whether every rank holds all of these weights, and
-    "tp_partial", whether each has a part of their gradients' sum only, and "copy" (`copy_of`).
+    A weight that layers share (`models.tying`) belongs to the first of them. In addition to the
+    keys that AdamW reads, a group has its "name", the "module" whose learning rate it follows,
+    "initial_lr", "tp_whole" (True if every rank of a TP group holds all of these weights),
+    "tp_partial" (True if each has only a part of their gradients' sum), and "copy" (`copy_of`).
     """
     groups: dict[str, dict[str, Any]] = {}
     trained, known = list[list[tuple[str, nn.Parameter]]](), set[nn.Parameter]()
@@ -78,8 +77,7 @@ def parameter_groups(
 def make_optimizer(
     layers: Sequence[PipelineLayer], optimizer: OptimizerSpec
 ) -> torch.optim.AdamW | None:
-    """AdamW over the trained weights of some layers, in one fused kernel per group; None where
-    there are none."""
+    """Return AdamW over the layers' trained weights, fused per group; None without such weights."""
     groups = parameter_groups(layers, optimizer)
     return (
         torch.optim.AdamW(groups, betas=optimizer.betas, eps=optimizer.eps, fused=True)
@@ -89,18 +87,17 @@ def make_optimizer(
 
 
 def set_lrs(optimizer: Any, spec: TrainSpec, step: int) -> None:
-    """Give every parameter group of a rank its learning rate of a step."""
+    """Set the learning rate of every parameter group of a rank for a step."""
     for group in [] if optimizer is None else optimizer.param_groups:
         group["lr"] = learning_rate(spec, group["module"], step)
 
 
 def reduced_gradients(optimizer: Any, *, dp: int, tp: int) -> list[tuple[str, list[Tensor], float]]:
-    """Per group (module, this rank's gradients after the reduction, their weight in the world's sum
-    of squares).
+    """Return per group (module, this rank's reduced gradients, weight in the sum of squares).
 
     Summed over all ranks with these weights, every gradient of the model counts once: replicas hold
-    equal ones where ZeRO does not split them (deepspeed traps 5 and 6), TP ranks hold equal ones of
-    whole weights, and two stages those of a tied weight's copies.
+    equal ones where ZeRO does not partition them (deepspeed traps 5 and 6), TP ranks hold equal
+    ones of replicated weights, and two stages those of a tied weight's copies.
     """
     alike = 1.0 if splits(optimizer) else 1.0 / dp
 
@@ -113,8 +110,7 @@ def reduced_gradients(optimizer: Any, *, dp: int, tp: int) -> list[tuple[str, li
 
 
 def partial_gradients(optimizer: Any) -> list[Tensor]:
-    """This rank's gradients after the reduction of weights that every TP rank has, each a part of
-    the sum over the group."""
+    """Return this rank's reduced gradients of TP-replicated weights that are parts of a TP sum."""
     return [
         gradient
         for group in groups_of(optimizer)
@@ -124,8 +120,7 @@ def partial_gradients(optimizer: Any) -> list[Tensor]:
 
 
 def tied_gradients(optimizer: Any) -> list[Tensor]:
-    """This rank's gradients after the reduction of tied weights whose other copy is on another
-    stage."""
+    """Return this rank's reduced gradients of tied weights whose other copy is on another stage."""
     return [
         gradient
         for group in groups_of(optimizer)
@@ -135,19 +130,23 @@ def tied_gradients(optimizer: Any) -> list[Tensor]:
 
 
 def groups_of(optimizer: Any) -> list[dict[str, Any]]:
-    """What torch's optimizer steps: weights or, where ZeRO splits them, masters of this rank's
-    partitions."""
+    """Return the parameter groups that torch's optimizer steps.
+
+    They hold weights or, where ZeRO partitions them, masters of this rank's partitions.
+    """
     return [] if optimizer is None else torch_optimizer(optimizer).param_groups
 
 
 def torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
-    """The optimizer itself, or the one inside DeepSpeed's."""
+    """Return the optimizer itself, or the one inside DeepSpeed's."""
     return optimizer.optimizer if splits(optimizer) else optimizer
 
 
 def splits(optimizer: Any) -> bool:
-    """Whether an optimizer is one of DeepSpeed's, each rank of which has a partition of every group
-    (ZeRO-1)."""
+    """Return True for DeepSpeed's optimizers.
+
+    In these, each rank has a partition of every group (ZeRO-1).
+    """
     return not isinstance(optimizer, torch.optim.Optimizer)
 
 
@@ -158,9 +157,9 @@ def _gradients(group: dict[str, Any]) -> list[Tensor]:
 def sum_of_squares(
     gradients: Iterable[tuple[str, list[Tensor], float]], device: torch.device
 ) -> Tensor:
-    """This rank's share of the squared norm of all gradients, float64.
+    """Return this rank's share of the squared norm of all gradients, float64.
 
-    A CPU adds up in order, and would be 1e-4 off with 5 million numbers in fp32.
+    A CPU accumulates in order, and would be off by 1e-4 with 5 million numbers in fp32.
     """
     exact = torch.float64 if device.type == "cpu" else None
     total = torch.zeros((), dtype=torch.float64, device=device)
@@ -172,7 +171,7 @@ def sum_of_squares(
 
 
 def drop_gradients(optimizer: Any) -> None:
-    """Forget the gradients of a step that is not taken; weights and moments stay as they are."""
+    """Clear the gradients of a step that is not taken; weights and moments do not change."""
     if optimizer is None:
         return
     optimizer.zero_grad(set_to_none=True)

@@ -1,9 +1,9 @@
-"""What ZeRO-1 keeps of a parameter group: a flat tensor of its weights, of which each replica owns
-a part, steps the fp32 master of it and gives it to the others.
+"""ZeRO-1 partitions of parameter groups: stepping of fp32 masters and gathering of weights.
 
-The optimizer steps one group after the other, and the weights of each are gathered as soon as they
-have changed. Where the gathering is ahead of the next step, a layer waits for its own weights when
-it is called.
+A group's weights are one flat tensor, of which each replica owns a part: it steps the part's fp32
+master and sends the result to the others. The optimizer steps one group after the other, and the
+weights of each are gathered as soon as they have changed. Where the gathering overlaps the next
+step, a layer waits for its weights when it is called.
 """
 
 from __future__ import annotations
@@ -23,24 +23,23 @@ from disttrain_cli.runtime.engine.optimizer import groups_of, splits, torch_opti
 
 @dataclass(frozen=True)
 class Partition:
-    """One parameter group as ZeRO-1 keeps it; N numbers, filled up to a multiple of the P that a
-    replica owns."""
+    """Parameter group of ZeRO-1: N numbers, padded to a multiple of the P that a replica owns."""
 
     weights: Sequence[nn.Parameter]  # views of `flat_N`
     flat_N: Tensor
-    own_P: Tensor  # a view of `flat_N`
+    own_P: Tensor  # this replica's part, a view of `flat_N`
     master_P: Tensor  # fp32
-    sums_N: Tensor | None  # bf16: fp32 sums of gradients, kept between steps
+    sums_N: Tensor | None  # bf16: fp32 sums of gradients, allocated across steps
 
     def own_of(self, gradients_N: Tensor) -> Tensor:
-        """The part of a flat tensor that this rank owns."""
+        """Return the part of a flat tensor that this rank owns."""
         return gradients_N.narrow(
             0, self.own_P.storage_offset() - self.flat_N.storage_offset(), len(self.own_P)
         )
 
 
 def partitions_of(optimizer: Any, replica: int) -> list[Partition]:
-    """The partitions of one of DeepSpeed's optimizers, by parameter group; none of torch's own."""
+    """Return the partitions of one of DeepSpeed's optimizers, by group; none for torch's."""
     if optimizer is None or not splits(optimizer):
         return []
     if hasattr(optimizer, "fp32_groups_gradients_flat"):
@@ -66,8 +65,10 @@ def partitions_of(optimizer: Any, replica: int) -> list[Partition]:
 
 
 def own_values(weights: Sequence[nn.Parameter], replicas: int, replica: int) -> Tensor:
-    """The P numbers of a group's weights, fp32, of which one of DeepSpeed's bf16 optimizers keeps
-    masters on a replica: the group is filled up to pairs of equal number for every replica."""
+    """Return the P fp32 numbers of a group's weights that a replica holds masters of.
+
+    For DeepSpeed's bf16 optimizers, which pad the group to an even number per replica.
+    """
     total = sum(weight.numel() for weight in weights)
     size = 2 * -(-total // (2 * replicas))
     begin, at = size * replica, 0
@@ -82,10 +83,10 @@ def own_values(weights: Sequence[nn.Parameter], replicas: int, replica: int) -> 
 
 
 def add_at_once(partitions: Iterable[Partition]) -> None:
-    """bf16: add the gradient of a weight to its sum in fp32 as soon as it is made, and forget it.
+    """Add a weight's gradient to its fp32 sum as soon as it is computed, and free it (bf16).
 
-    DeepSpeed keeps those of all weights to the end of a backward, when most activations are kept
-    too.
+    DeepSpeed holds the gradients of all weights to the end of a backward, when most activations
+    are held too.
     """
 
     def add(weight: Tensor, total: Tensor) -> None:
@@ -100,7 +101,7 @@ def add_at_once(partitions: Iterable[Partition]) -> None:
 
 
 def views(weights: Sequence[nn.Parameter], flat_N: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """The weights of a group, each with its view of a flat tensor like theirs."""
+    """Yield the weights of a group, each with its view of a flat tensor of the same layout."""
     at = 0
     for weight in weights:
         yield weight, flat_N[at : at + weight.numel()].view_as(weight)
@@ -108,11 +109,11 @@ def views(weights: Sequence[nn.Parameter], flat_N: Tensor) -> Iterator[tuple[nn.
 
 
 def step_by_group(optimizer: Any, partitions: Sequence[Partition], gathering: Gathering) -> None:
-    """In the place of the step of DeepSpeed's optimizers: one group after the other, with the
-    gradients that the masters have.
+    """Replace the step of DeepSpeed's optimizers: one group after the other.
 
-    Theirs takes a norm, for which the host would wait (ours has been taken and is finite), and
-    gathers when all groups are done.
+    The gradients are those of the masters. DeepSpeed's step computes a norm, for which the host
+    would wait (the engine has computed it already, and it is finite), and gathers when all groups
+    are done.
     """
     stepping, groups = torch_optimizer(optimizer), groups_of(optimizer)
     with torch.no_grad():
@@ -127,11 +128,11 @@ def step_by_group(optimizer: Any, partitions: Sequence[Partition], gathering: Ga
 
 
 class Gathering:
-    """Gives all replicas the weights that each has changed, group by group.
+    """All-gather of updated weights over the replicas, group by group.
 
     Args:
         replicas: None where there is one.
-        ahead: layers that wait for their own weights when they are called; none: `end` waits.
+        ahead: layers that wait for their weights when they are called; none: `end` waits.
     """
 
     def __init__(
@@ -150,18 +151,18 @@ class Gathering:
                 layer.register_forward_pre_hook(partial(self._before, own))
 
     def begin(self, index: int) -> None:
-        """Begin to gather the weights of a group, whose own part has changed."""
+        """Start gathering the weights of a group, whose local part has changed."""
         if self._replicas is not None:
             one = self._partitions[index]
             self._under_way[index] = all_gather(one.flat_N, one.own_P, self._replicas, begin=True)
 
     def end(self) -> None:
-        """Called after the last group of a step."""
+        """Finish a step after its last group: wait for the weights, unless layers wait for them."""
         if not self._ahead:
             self.settle()
 
     def settle(self) -> None:
-        """Wait until all weights are those of the last step."""
+        """Wait until all weights are updated by the last step."""
         self._wait(list(self._under_way))
 
     def _before(self, groups: Sequence[int], *_: Any) -> None:

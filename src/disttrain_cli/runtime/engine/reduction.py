@@ -1,13 +1,13 @@
-"""The sum of gradients over the replicas of a stage, parameter group by parameter group.
+"""Reduction of gradients over the replicas of a stage, parameter group by parameter group.
 
-The last group of a stage is reduced first: a backward makes its gradients first. All replicas begin
-the groups in that one order, whatever work each of them has, because NCCL pairs collectives by
-their order alone. Where reduction overlaps the last pass of a step that makes gradients, a group
-begins as soon as its gradients and those of the groups before it in that order are there
-(`expect`); all others begin when it has ended (`finish`).
+The last group of a stage is reduced first, because a backward computes its gradients first. All
+replicas start the groups in that one order, whatever work each of them has, because NCCL pairs
+collectives by their order alone. Where reduction overlaps the last pass of a step that computes
+gradients, a group starts as soon as its gradients and those of the groups before it in that order
+are available (`expect`); all others start when the pass has ended (`finish`).
 
-Where ZeRO splits a group, each rank gets the sum of its own partition only: a reduce-scatter, half
-the bytes of an all-reduce.
+Where ZeRO partitions a group, each rank receives the sum of its partition only: a reduce-scatter,
+half the bytes of an all-reduce.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from disttrain_cli.runtime.engine.partitions import Partition, views
 
 
 class Reduction:
-    """Reduces the gradients of a stage, once per step.
+    """Reduction of the gradients of a stage, once per step.
 
     Args:
         groups: trained weights, by parameter group.
-        partitions: of the groups where ZeRO splits them, else none.
+        partitions: of the groups where ZeRO partitions them, else none.
         replicas: None where there is one.
-        overlaps: whether groups begin in the last pass.
+        overlaps: True to start groups during the last pass.
     """
 
     def __init__(
@@ -43,18 +43,22 @@ class Reduction:
     ) -> None:
         self._groups, self._partitions, self._replicas = groups, partitions, replicas
         self._overlaps = overlaps and replicas is not None
-        self._left = len(groups)  # groups 0 … left - 1 have not begun
+        self._left = len(groups)  # groups 0 … left - 1 have not started
         self._works: list[Any] = []
         self._group_of = {id(w): number for number, group in enumerate(groups) for w in group}
-        self._to_come: Counter[int] | None = None  # gradients by weight, while some are expected
-        self._incomplete: Counter[int] = Counter()  # weights with gradients to come, by group
+        self._to_come: Counter[int] | None = None  # outstanding gradients, in the last pass
+        self._incomplete: Counter[int] = Counter()  # weights with outstanding gradients, by group
         if self._overlaps:
             for weight in (weight for group in groups for weight in group):
                 weight.register_post_accumulate_grad_hook(self._made)
 
     def expect(self, weights: Iterable[nn.Parameter] | None = None) -> None:
-        """Begin the last pass that makes gradients: one for each of `weights` (None: once for all
-        that are trained), and for no others."""
+        """Start the last pass of a step that computes gradients.
+
+        Args:
+            weights: trained weights, each once per gradient that the pass will compute for it; no
+                others get any. None: every trained weight once.
+        """
         if not self._overlaps:
             return
         every = (weight for group in self._groups for weight in group)
@@ -63,7 +67,7 @@ class Reduction:
         self._begin_complete()
 
     def finish(self) -> None:
-        """Begin what has not begun, and wait for all (the device waits, where there is one)."""
+        """Start the remaining groups, and wait for all (on a GPU the device waits)."""
         self._to_come = None
         while self._left:
             self._begin_next()
@@ -107,8 +111,11 @@ class Reduction:
 
 
 def _flat(weights: Sequence[nn.Parameter], numbers: int) -> Tensor:
-    """[numbers] gradients of weights, which forget them: zeros where a replica's layers had nothing
-    to do (deepspeed trap 30), and at the end."""
+    """Move the weights' gradients into one flat tensor [numbers], and clear them.
+
+    Zeros stand for the gradients of layers without work in a replica (deepspeed trap 30), and fill
+    the end.
+    """
     flat_N = weights[0].new_zeros(numbers)
     for weight, of_weight in views(weights, flat_N):
         if weight.grad is not None:

@@ -1,7 +1,8 @@
-"""1F1B with backwards in two parts: weights' parts some slots after the inputs' (arXiv 2401.10241).
+"""1F1B with a split backward: weight gradients (W) some slots after input gradients (B).
 
-Messages are those of 1F1B, in its order: a weights' part is computed once the gradient of the slot
-before it has left, and before the next activation is waited for.
+As in zero-bubble schedules (arXiv 2401.10241). Messages are those of 1F1B, in its order: deferred
+weight gradients are computed once the input gradient of the previous slot has been sent, and before
+waiting for the next activation.
 """
 
 from __future__ import annotations
@@ -12,20 +13,24 @@ from deepspeed.runtime.pipe import schedule
 
 
 class WeightPass(schedule.BufferOpInstruction):
-    """Compute the gradients of the weights that the backward of an earlier slot put aside; the last
-    one of a step also those of all later slots."""
+    """Instruction to compute the deferred weight gradients of an earlier slot's backward.
+
+    The last one of a step computes those of all later slots, too.
+    """
 
 
 class SplitSchedule(schedule.TrainSchedule):
-    """A stage whose weights' parts come `delay` slots after their inputs' parts, those that are
-    left after the last backward together (`costs.overlap.last_slots`)."""
+    """Schedule of a stage that defers weight gradients by `delay` slots.
+
+    Those that remain after the last backward are computed together (`costs.overlap.last_slots`).
+    """
 
     def __init__(self, delay: int, micro_batches: int, stages: int, stage_id: int) -> None:
         super().__init__(micro_batches, stages, stage_id)
         self._delay = delay
 
     def steps(self) -> Iterator[list[schedule.PipeInstruction]]:
-        """Commands of every step of the schedule."""
+        """Yield the instructions of every step of the schedule."""
         backwards = weights = 0
         for commands in super().steps():
             if weights < backwards - self._delay and backwards < self.micro_batches:

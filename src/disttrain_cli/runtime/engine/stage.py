@@ -1,15 +1,15 @@
-"""One stage's computation: forward and backward of its layers for one slot, module by module.
+"""Forward and backward of one stage's layers for one slot, module by module.
 
 Every stage is treated alike, first, last or in mid-pipeline: it maps the tensors that cross its
 entry to those that cross its exit, and adds losses where one of its layers has one. Backward is one
 `autograd.backward` over [losses, outputs] per module (deepspeed traps 11, 24). Modules inside a
-stage are separated by detached tensors, so that each has its own forward and backward time whatever
-the layout.
+stage are separated by detached tensors, so that each has separate forward and backward times in any
+layout.
 
-A layer that is still (`engine.gradients`) runs without a graph, and a module whose layers all are
-has no backward. Where activations are recomputed, a layer keeps only its inputs (Chen et al. 2016,
-arXiv 1604.06174), by torch's non-reentrant checkpoints (deepspeed traps 20, 21, 32). Dropout draws
-from no generator, so none is restored.
+A forward-only layer (`engine.gradients`) runs without a graph, and a module with only such layers
+has no backward. Where activations are recomputed, a layer saves only its inputs (Chen et al. 2016,
+arXiv 1604.06174), by torch's non-reentrant checkpoints (deepspeed traps 20, 21, 32). Dropout uses
+no random generator, so no generator state is restored.
 """
 
 from __future__ import annotations
@@ -41,37 +41,39 @@ class Segment:
     layers: list[PipelineLayer]
     entry: list[str]
     exit: list[str]
-    carrying: frozenset[str]  # tensors of the entry whose gradients are asked for
-    returning: frozenset[str]  # tensors of the exit whose gradients come back
+    carrying: frozenset[str]  # tensors of the entry that require gradients
+    returning: frozenset[str]  # tensors of the exit whose gradients are received
     first_layer: int  # in the model
-    # those of the entry that its layers read, and those of the exit that they write
+    # tensors of the entry that its layers read, and tensors of the exit that they write
     reads: Sequence[TensorSpec] = ()
     writes: Sequence[TensorSpec] = ()
 
     @property
     def still(self) -> bool:
-        """Whether there is nothing to do in the backward."""
+        """True if the segment is forward-only."""
         return not self.carrying and not any(layer.trained for layer in self.layers)
 
 
 @dataclass
 class _Entered:
-    """A tensor that crossed the entry, of which only what its gradient needs is remembered: layers
-    that keep its numbers do so themselves."""
+    """Tensor that crossed the entry, reduced to what its gradient needs.
 
-    like: Tensor  # without its numbers
+    Layers that need its values save them themselves.
+    """
+
+    like: Tensor  # on the meta device: shape and dtype only
     device: torch.device
     gradient: Tensor | None = None
 
     def total(self) -> Tensor:
-        """Its gradient; zeros where nothing differentiable was made of it."""
+        """Return its gradient; zeros where nothing differentiable was computed from it."""
         if self.gradient is None:
             return torch.zeros_like(self.like, device=self.device)
         return self.gradient
 
 
 class _Enter(torch.autograd.Function):
-    """The tensor with a graph that begins here."""
+    """Identity that starts a new graph at a tensor and records its gradient."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, tensor: Tensor, entered: _Entered) -> Tensor:
@@ -92,32 +94,32 @@ def _enter(tensor: Tensor) -> tuple[Tensor, _Entered]:
 
 @dataclass
 class _Saved:
-    """What one slot keeps of one segment from forward to backward."""
+    """State of one segment in one slot that is saved from forward to backward."""
 
     inputs: dict[str, _Entered]
-    # where their gradients go in, without the tensors
+    # the graph's edges for their gradients, without the tensors
     outputs: dict[str, tuple[GradientEdge, torch.dtype]]
     losses: list[Tensor]
-    exchange: Exchange | None = None  # of a module whose items are dealt out over a TP group
+    exchange: Exchange | None = None  # for a module whose items are distributed over a TP group
 
 
 @dataclass
 class StageRunner:
-    """Runs the segments of a stage and remembers the slots in flight."""
+    """Execution of a stage's segments, with the saved state of the slots in flight."""
 
     segments: list[Segment]
     recompute: bool = False
-    sums: Sums | None = None  # where numbers are watched
+    sums: Sums | None = None  # to locate non-finite numbers; None = off
     in_flight: dict[int, list[_Saved]] = field(default_factory=dict)
-    losses: dict[str, Tensor] = field(default_factory=dict)  # summed since they were last cleared
-    deferring: bool = False  # whether weights' gradients wait for `weights`
-    tp: Group | None = None  # the TP group over which items of some modules are dealt out
-    # by slot and layer, the parts that a backward put aside
+    losses: dict[str, Tensor] = field(default_factory=dict)  # summed since the last clear
+    deferring: bool = False  # True to defer weight gradients to `weights`
+    tp: Group | None = None  # the TP group over which items of some modules are distributed
+    # deferred weight gradients, by slot and layer
     put_aside: dict[int, dict[PipelineLayer, list[WeightPart]]] = field(default_factory=dict)
 
     @property
     def still(self) -> bool:
-        """Whether the stage has no backward."""
+        """True if the stage is forward-only."""
         return all(segment.still for segment in self.segments)
 
     def forward(
@@ -129,7 +131,7 @@ class StageRunner:
     ) -> dict[str, Tensor]:
         """Run a slot forward; `state` holds the tensors at the entry, the result those at the exit.
 
-        `timed(module)` is called before each module and returns what is called after it.
+        `timed(module)` is called before each module; the function it returns is called after it.
         """
         saved = []
         for segment in self.segments:
@@ -177,8 +179,10 @@ class StageRunner:
     def backward(
         self, slot: int, gradients: dict[str, Tensor], timed: Callable[[str], Callable[[], None]]
     ) -> dict[str, Tensor]:
-        """Run a slot backward; `gradients` are those of the tensors at the exit, the result those
-        at the entry."""
+        """Run a slot backward, from the gradients at the exit to those at the entry.
+
+        `timed` as in `forward`.
+        """
         saved = self.in_flight.pop(slot)
         for segment in reversed(self.segments):
             if segment.still:
@@ -210,8 +214,7 @@ class StageRunner:
         return gradients
 
     def waiting(self, slots: Iterable[int]) -> list[Parameter]:
-        """The weights whose gradients the backwards of some slots put aside, each once per
-        gradient."""
+        """Return the weights with deferred gradients in some slots, each once per gradient."""
         return [
             cast(Parameter, weight)
             for slot in slots
@@ -222,11 +225,11 @@ class StageRunner:
     def weights(
         self, slots: Sequence[int], timed: Callable[[int, str], Callable[[], None]]
     ) -> None:
-        """Compute the gradients of weights that the backwards of some slots put aside, layer by
-        layer from the last one on, those of a layer in the order of the slots.
+        """Compute the deferred weight gradients of some slots.
 
-        `timed(slot, module)` is called before, and what it returns after, whatever is computed of a
-        module in a slot without turning to another in between.
+        Layers are computed from the last one on, each in the order of the slots. `timed(slot,
+        module)` is called before each uninterrupted run of work on a module in a slot; the function
+        it returns is called after it.
         """
         for (slot, module), turns in groupby(self._turns(slots), lambda turn: turn[:2]):
             done = timed(slot, module)
@@ -235,7 +238,7 @@ class StageRunner:
             done()
 
     def _turns(self, slots: Sequence[int]) -> Iterator[tuple[int, str, list[WeightPart]]]:
-        """Slot, module and parts of whatever was put aside, in the order of `weights`."""
+        """Yield (slot, module, deferred gradients of a layer) in the order of `weights`."""
         aside = {slot: self.put_aside.pop(slot) for slot in slots if slot in self.put_aside}
         for segment in reversed(self.segments):
             for layer in reversed(segment.layers):
@@ -245,7 +248,7 @@ class StageRunner:
 
     @cached_property
     def _layer_of(self) -> dict[int, PipelineLayer]:
-        """By id of a weight."""
+        """Layer by id of a weight."""
         return {
             id(weight): layer
             for segment in self.segments
@@ -265,8 +268,7 @@ class StageRunner:
             by_layer.setdefault(self._layer_of[id(weight)], []).append((weight, gradient))
 
     def sum_losses(self, names: Iterable[str], device: torch.device) -> list[Tensor]:
-        """This rank's sums of the losses of these names, float64 on its device: zero where it has
-        none."""
+        """Return this rank's sums of the named losses, float64 on its device: zero where absent."""
         nothing = torch.zeros((), dtype=torch.float64, device=device)
         return [self.losses[name].double() if name in self.losses else nothing for name in names]
 
@@ -278,7 +280,7 @@ class StageRunner:
                 return layer(state, batch)
         if not self.recompute:
             return layer(state, batch)
-        # what the second forward will find
+        # the inputs that the recomputation will read
         inputs = {name: state[name] for name in layer.reads if name in state}
         written = checkpoint(layer, inputs, batch, use_reentrant=False, preserve_rng_state=False)
         return cast(dict[str, Tensor], written)
@@ -291,8 +293,11 @@ class StageRunner:
 def _joined(
     segment: Segment, read: Mapping[str, Tensor], left: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Gradients at the entry of a segment, from those of what its layers read, and those at its
-    exit, of which some pass it by."""
+    """Return the gradients at the entry of a segment.
+
+    They are summed from those of the tensors that its layers read, and those at its exit, some of
+    which bypass the segment.
+    """
     written = {spec.name for spec in segment.writes}
     passing = {name: gradient for name, gradient in left.items() if name not in written}
     return {
@@ -302,7 +307,7 @@ def _joined(
     }
 
 
-#: Turns the order of modules around for the backward.
+#: Minuend that reverses the order of modules for the backward.
 _LAST_LAYER = (1 << 15) - 1
 
 
@@ -314,8 +319,8 @@ def build_segments(
 ) -> list[Segment]:
     """Cut the layers of a stage, which start at layer `first` of the model, at module boundaries.
 
-    `live(cut)` gives the tensors that cross before layer `cut`, `carrying(cut)` those of them that
-    carry gradients (all of them if not given).
+    `live(cut)` returns the tensors that cross before layer `cut`, `carrying(cut)` those of them
+    that carry gradients (None: all of them).
     """
     segments: list[Segment] = []
     start = 0

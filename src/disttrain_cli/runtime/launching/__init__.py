@@ -1,8 +1,8 @@
-"""Starting ranks and bringing them together.
+"""Start of ranks and their rendezvous.
 
 `starts` prepares a run's folder, `launch` starts the ranks of one machine, `emit/` writes scripts
-that start them on many (`begin` is what those run first, `agent` torchrun on each of them); `rank`
-is the life of one process and `ending` how it ends when it fails. It joins the others by `join`:
-`devices`, `fitness` and `descriptors` (what it has here), `meeting` (what each was given,
-compared), `process` (groups).
+that start them on many (`begin` is the scripts' first command, `agent` is torchrun's process on
+each host); `rank` is the main function of one process and `ending` its exit after a failure. `join`
+connects a rank to the others: `devices`, `fitness` and `descriptors` (local resources), `meeting`
+(rendezvous, and comparison of the ranks' inputs), `process` (process groups).
 """

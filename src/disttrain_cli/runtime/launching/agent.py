@@ -1,9 +1,8 @@
-"""torchrun's agent on one host, which ends with the exit code of a rank that failed and says only
-what no rank can.
+"""torchrun's agent on one host, which exits with the exit code of a failed rank.
 
-As a program, it takes torchrun's arguments. A rank that fails has told why; that one was killed it
-cannot tell. Nor can ranks say which hosts are missing: torchrun starts none before all hosts are
-there.
+As a program, it takes torchrun's arguments. It prints only what no rank can: that a rank was killed
+(a rank that fails reports its own error), and which hosts are missing (torchrun starts no rank
+before all hosts have joined).
 """
 
 from __future__ import annotations
@@ -34,13 +33,16 @@ from disttrain_cli.runtime.launching.process import rendezvous
 
 
 class Rendezvous(static_tcp_rendezvous.StaticTCPRendezvous):
-    """Where hosts meet: torchrun's would listen on every interface of the first, and wait for the
-    others in silence."""
+    """Rendezvous of hosts that names the missing ones.
+
+    torchrun's would listen on every interface of the first host, and wait for the others without
+    any output.
+    """
 
     _store: dist.Store | None
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Wait for all hosts; DisttrainError names those that are missing."""
+        """Wait for all hosts; raises DisttrainError with the names of missing ones."""
         if self._store is None:
             os.environ |= {
                 "RANK": str(self.rank),
@@ -93,7 +95,7 @@ def main() -> None:
             if failure.exitcode < 0
         }
         for rank, name in killed.items():
-            if name != "SIGTERM":  # the agent's own, to the ranks beside one that failed
+            if name != "SIGTERM":  # sent by the agent to the other ranks after a failure
                 print(f"rank {rank} ({socket.gethostname()}) was killed by {name}", file=sys.stderr)
         code = error.get_first_failure()[1].exitcode
         sys.exit(code if code > 0 else 128 - code)

@@ -1,9 +1,9 @@
-"""What comes before the ranks of a job that torchrun or srun starts.
+"""Preparation of a start, before torchrun or srun starts a job's ranks.
 
 As a program, `python -m disttrain_cli.runtime.launching.begin JOB.json`: run once per start, on the
-first host: the run's folder is prepared as `disttrain train` would, and the start's name left
-beside the job file for rank 0. `--again N`: the job has been started N times before and goes on
-from its newest checkpoint. `--port P`: check that nobody listens there.
+first host, it prepares the run's folder as `disttrain train` would, and writes the start's name
+next to the job file for rank 0. `--again N`: the job has been started N times before and resumes
+from its newest checkpoint. `--port P`: check that the port is free.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from disttrain_cli.spec.whole import write_whole
 
 
 def begin(job: JobFile, again: int = 0) -> str:
-    """Prepare a start and tell it to rank 0; returns its name.
+    """Prepare a start, write it for rank 0, and return its name.
 
     Raises:
-        SpecError, MismatchError: there is nothing to resume from that fits; or, where the job was
-            not told to start anew, there is.
-        DisttrainError: another training of this run is under way.
+        SpecError, MismatchError: no matching checkpoint to resume from; or there are checkpoints,
+            and the job neither resumes nor restarts.
+        DisttrainError: another training of this run is in progress.
     """
     payload = job.payload
     run, folder = read_run(*payload["run"]), RunDir(Path(payload["logs"]).parent)
-    with alone(folder):  # rank 0 holds it from when it joins
+    with alone(folder):  # rank 0 takes this lock when it joins
         return _begin(job, again, run, folder)
 
 
@@ -71,7 +71,7 @@ def _begin(job: JobFile, again: int, run: Run, folder: RunDir) -> str:
 
 
 def check_port(port: int) -> None:
-    """DisttrainError where somebody listens on a port of this host."""
+    """Raise DisttrainError if a port of this host is in use."""
     try:
         socket.create_server(("", port)).close()
     except OSError as error:
@@ -84,7 +84,7 @@ def check_port(port: int) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Entry: JOB_FILE [--again N] [--port P]."""
+    """Run the program: JOB_FILE [--again N] [--port P]."""
     read_by(Reader(shell=True))
     parser = argparse.ArgumentParser()
     parser.add_argument("job", type=Path)

@@ -1,5 +1,4 @@
-"""Which CUDA device a rank computes on, and whether the ranks of a job can use NCCL, which wants a
-device for each."""
+"""CUDA device of a rank, and choice of NCCL, which requires one device per rank, or gloo."""
 
 from __future__ import annotations
 
@@ -20,10 +19,10 @@ MOST_NAMED = 4
 
 
 def local_rank(environment: Mapping[str, str]) -> int:
-    """This rank's number among those of its host, as torchrun, our starter or srun tell it.
+    """Return this rank's index on its host, as set by torchrun, `launch` or srun.
 
     Raises:
-        SpecError: nobody tells it, or it is no number.
+        SpecError: it is not set, or no number.
     """
     told = environment.get("LOCAL_RANK") or environment.get("SLURM_LOCALID") or ""
     if not told.isdigit():
@@ -38,15 +37,15 @@ def local_rank(environment: Mapping[str, str]) -> int:
 
 
 def device_index(environment: Mapping[str, str], visible: int) -> int:
-    """Which of the `visible` CUDA devices a rank takes, as all ranks of a host count theirs.
+    """Return the index of a rank's CUDA device among the `visible` ones.
 
-    Where every rank sees all devices of the host, it is the one of the rank's own number. Where a
-    rank sees fewer than there are ranks, either they are its own (Slurm's --gpus-per-task) or ranks
-    share them: `choose_backend` tells these two apart.
+    Where every rank sees all devices of the host, it is the local rank. Where a rank sees fewer
+    devices than there are ranks, either they are its own (Slurm's --gpus-per-task) or ranks share
+    them: `choose_backend` distinguishes these two cases.
 
     Raises:
         DisttrainError: no device is visible.
-        SpecError: the rank does not know its number.
+        SpecError: the local rank is unknown.
     """
     if visible < 1:
         named = environment.get("CUDA_VISIBLE_DEVICES")
@@ -65,11 +64,13 @@ def device_index(environment: Mapping[str, str], visible: int) -> int:
 def visible_devices(
     kind: str, count: int, left_out: Sequence[int], environment: Mapping[str, str]
 ) -> dict[str, str]:
-    """What hides the devices of this host that a plan leaves out from its ranks; nothing where it
-    leaves none out, or ranks compute on the CPU.
+    """Return the variables that hide the devices of this host that a plan excludes.
+
+    Empty if it excludes none, or ranks compute on the CPU.
 
     Args:
-        count: of the host's devices.
+        count: number of the host's devices.
+        left_out: indices of the excluded devices.
     """
     if kind != "cuda" or not left_out:
         return {}
@@ -80,8 +81,7 @@ def visible_devices(
 
 
 def rank_device(kind: str) -> torch.device:
-    """The device of this rank, of a profile's kind of device; a CUDA device is made the current
-    one.
+    """Return this rank's device of the profile's kind; make a CUDA device the current one.
 
     Raises:
         DisttrainError: there is none.
@@ -96,10 +96,10 @@ def rank_device(kind: str) -> torch.device:
 
 
 def identity(device: torch.device) -> str:
-    """What names a CUDA device among all of its host, however many of them a process sees; "" for a
-    CPU.
+    """Return an identifier of a CUDA device, unique on its host; "" for a CPU.
 
-    A part of a device (MIG) counts as the device: NCCL does not tell them apart either.
+    It does not depend on which devices a process sees. A part of a device (MIG) counts as the
+    device: NCCL does not distinguish them either.
     """
     if device.type != "cuda":
         return ""
@@ -112,8 +112,11 @@ def identity(device: torch.device) -> str:
 
 
 def choose_backend(devices: Sequence[tuple[str, str]], share: bool) -> Backend:
-    """The backend of all ranks, given every rank's host and device in order of ranks: gloo where
-    any device is shared.
+    """Return the backend of all ranks: gloo if any device is shared or a CPU, else NCCL.
+
+    Args:
+        devices: (host, device) of every rank, in order of ranks.
+        share: True to allow shared devices.
 
     Raises:
         DisttrainError: ranks share a device and `share` does not allow it.

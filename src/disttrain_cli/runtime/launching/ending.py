@@ -1,10 +1,10 @@
-"""How a rank that fails ends.
+"""Exit of a failing rank.
 
-What went wrong is told before anything is closed, because closing may wait for ranks that wait for
+The error is reported before anything is closed, because closing may wait for ranks that wait for
 this one: to the launcher, on the terminal or job log, and in the rank's log. After that the rank
-has `CLOSING_S` to close what it has open (a checkpoint that is being written, trackers); then the
-other ranks are told, and the process exits. Nothing is destroyed on the way: `process.abort_groups`
-says why.
+has `CLOSING_S` to close its resources (a checkpoint that is being written, trackers); then the
+other ranks are notified, and the process exits. Nothing is destroyed on the way: see
+`process.abort_groups`.
 """
 
 from __future__ import annotations
@@ -24,23 +24,31 @@ from disttrain_cli.errors import DisttrainError, RankFailedError
 from disttrain_cli.runtime.watching.verdict import Verdict, publish_verdict, read_verdict
 
 CLOSING_S = 15.0
-STUCK_S = 5  # after that, where a call into a device holds even Python's lock
+STUCK_S = 5  # extra time until SIGALRM, where a call into a device holds the GIL
 
 
 class Ending:
-    """The end of this process, and its first error, if any."""
+    """Exit of this process, and its first error, if any."""
 
     def __init__(
         self, rank: int, log: Path, folder: Path, launcher: Callable[[DisttrainError], None]
     ) -> None:
-        """`folder`: where ranks look for a verdict. `launcher`: takes the error, where there is one
-        of ours."""
+        """Set up the exit.
+
+        Args:
+            rank: of this process.
+            log: of this rank, named in the error.
+            folder: of the verdicts that ranks share.
+            launcher: receives the error.
+        """
         self._rank, self._log, self._folder, self._launcher = rank, log, folder, launcher
         self._console, self._text, self._told, self.code = os.dup(2), "", False, 0
 
     def tell(self, error: BaseException) -> None:
-        """Tell an error, and limit the time of closing. Of several the first is told: the others
-        follow from it."""
+        """Report an error, and limit the time of closing.
+
+        Only the first error is reported: later ones follow from it.
+        """
         if self._text:
             return
         known = (
@@ -52,18 +60,18 @@ class Ending:
         )
         self.code = RankFailedError.exit_code if known is error else 1
         text = f"rank {self._rank} ({socket.gethostname()}): {known}\nlog: {self._log}\n"
-        # names of files may be no Unicode
+        # file names may not be valid Unicode
         self._text = text.encode(errors="backslashreplace").decode()
         timer = threading.Timer(CLOSING_S, self.leave)
         timer.daemon = True
         timer.start()
         signal.alarm(int(CLOSING_S) + STUCK_S)
         for way in (self._launcher, self._say, lambda _: traceback.print_exception(error)):
-            with suppress(OSError):  # a full disk, or a terminal that is gone
+            with suppress(OSError):  # a full disk, or a closed terminal
                 way(known)
 
     def leave(self) -> NoReturn:
-        """Tell the other ranks, if there is something to tell, and exit; no destructor runs."""
+        """Notify the other ranks of an error, if any, and exit; no destructor runs."""
         try:
             if self._text:
                 publish_verdict(
@@ -76,15 +84,14 @@ class Ending:
             os._exit(self.code)
 
     def follow(self, verdict: Verdict) -> NoReturn:
-        """Exit because the job is over; the verdict is told once wherever nobody has seen it."""
+        """Exit because the job is over; print the verdict on terminals that have not shown it."""
         try:
             self._pass_on(verdict)
         finally:
             os._exit(RankFailedError.exit_code)
 
     def _say(self, error: DisttrainError) -> None:
-        """Write the error to the terminal or job log, unless another rank has said or will say
-        why."""
+        """Write the error to the terminal or job log, unless another rank reports the cause."""
         verdict = read_verdict(self._folder)
         if verdict is not None:
             self._pass_on(verdict)
@@ -100,13 +107,15 @@ class Ending:
 
 
 def _agent() -> bool:
-    """Whether torchrun has started this process: each of its hosts has a terminal; other jobs have
-    one log."""
+    """Return True if torchrun started this process.
+
+    Each of torchrun's hosts has a terminal; other jobs have one log.
+    """
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def _speaks() -> bool:
-    """Whether this rank tells what all know, on its terminal."""
+    """Return True if this rank prints errors that all ranks share to its terminal."""
     return os.environ.get("LOCAL_RANK" if _agent() else "RANK") == "0"
 
 
@@ -114,7 +123,7 @@ _own: Ending | None = None
 
 
 def begin_ending(ending: Ending) -> Ending:
-    """Make this the ending of this process."""
+    """Install the exit of this process."""
     global _own
     _own = ending
     return ending
@@ -129,7 +138,7 @@ def follow(verdict: Verdict) -> NoReturn:
 
 @contextmanager
 def told_at_once() -> Iterator[None]:
-    """What goes wrong inside is told before whatever is open around it is closed."""
+    """Report errors raised inside before the resources around it are closed."""
     try:
         yield
     except BaseException as error:
@@ -140,7 +149,7 @@ def told_at_once() -> Iterator[None]:
 
 @contextmanager
 def within(limit_s: float, late: Callable[[], DisttrainError]) -> Iterator[None]:
-    """What has no time limit of its own gets one: after it, the process tells an error and ends."""
+    """Limit the time of a block: after it, the process reports the error of `late` and exits."""
 
     def end() -> None:
         if _own is not None:

@@ -1,8 +1,7 @@
-"""Whether a rank's device has the kernels that its plan prices, and the memory: asked before the
-ranks meet.
+"""Checks of a rank's device for the kernels and memory that its plan prices, before the rendezvous.
 
-A kernel that is missing is not replaced silently: the plan's times and memory would be those of
-another one.
+A missing kernel is not replaced silently: the plan's times and memory would be those of another
+one.
 """
 
 from __future__ import annotations
@@ -23,14 +22,15 @@ from disttrain_cli.spec.stage_graph import RankCoords
 
 
 def check_fit(run: Run, profiled: DeviceProfile, device: torch.device) -> None:
-    """Compare a device with what was profiled; a CPU, and fp32 anywhere, run the kernels that are
-    priced for them.
+    """Compare a device with the profiled one.
+
+    A CPU, and fp32 anywhere, run the kernels that are priced for them.
 
     Raises:
         DisttrainError: the device is too old for flash attention, and the profile is not one of
             such a device.
-        SpecError: a module has heads for which every kernel needs memory that grows with the square
-            of the length.
+        SpecError: a module has a head size for which every kernel needs memory that grows with the
+            square of the length.
     """
     if device.type != "cuda" or run.file.train.precision != "bf16":
         return
@@ -58,8 +58,7 @@ def check_fit(run: Run, profiled: DeviceProfile, device: torch.device) -> None:
 def check_memory(
     plan: Plan, profiled: DeviceProfile, coords: RankCoords, device: torch.device
 ) -> None:
-    """Compare what the plan puts on a device with what it has, and with what others have left of
-    it.
+    """Compare the plan's memory on a device with its size and its free memory.
 
     Raises:
         DisttrainError: the device is smaller than this rank's stage, or in use.
@@ -88,7 +87,7 @@ def check_memory(
             f"Use such devices, or plan for these: set cluster.memory_gib: {total_gib:.1f}, then"
             f" {call('plan')}",
         )
-    if free_gib + profiled.context_gib < peak_gib:  # this process has its context already
+    if free_gib + profiled.context_gib < peak_gib:  # this process's context is allocated already
         raise DisttrainError(
             f"{where} has too little memory left",
             f"{free_gib:.1f} of {total_gib:.1f} GiB are free; {stage}",

@@ -1,9 +1,9 @@
-"""The process groups of a rank are connected and tried out one after the other, each within limits.
+"""Connection test of a rank's process groups, one after the other, each within time limits.
 
-NCCL makes a communicator when its group is first used: every member has to join, no other rank
-takes part, and there is no time limit. So the members call each other's roll first, through the
-store, and then send a few bytes. All ranks make their groups in one order (`communicators`), so
-that nobody waits for a rank that waits for it.
+NCCL creates a communicator when its group is first used: every member has to join, no other rank
+takes part, and there is no time limit. So the members first announce themselves through the store,
+and then send a few bytes. All ranks create their groups in one order (`communicators`), so that no
+rank waits for one that waits for it.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from disttrain_cli.runtime.launching.process import LATE_S, REMEDIES
 from disttrain_cli.runtime.units.grid import UnitGrid
 from disttrain_cli.spec.stage_graph import RankCoords
 
-CONNECTING_S = 60.0  # longest time of connecting one group, once its members have joined
+CONNECTING_S = 60.0  # time limit for connecting one group, once its members have joined
 
 
 def check_groups(
     grid: UnitGrid, coords: RankCoords, device: torch.device, limit_s: float
 ) -> dict[str, float]:
-    """Connect every group of this rank, the world first; returns the seconds that each took.
+    """Connect every group of this rank, the world first; return the seconds that each took.
 
     Args:
-        limit_s: longest wait for the other members of a group (`MEETING_S` if that is shorter),
-            which may be connecting another one, and for one group to be connected (`CONNECTING_S`).
+        limit_s: limit of the wait for the other members of a group, which may be connecting another
+            one (at most `MEETING_S`), and of connecting one group (at most `CONNECTING_S`).
 
     Raises:
-        DisttrainError: members are missing and are named, or a group does not work within the
-            limit; it and the usual remedies are named. Where NCCL does not return, the process ends
-            with that error.
+        DisttrainError: members are missing, or a group does not work within the limit; the message
+            names them and the usual remedies. Where NCCL does not return, the process exits with
+            that error.
     """
     return {
         name: _connect(name, group, coords, device, limit_s) for name, group in grid.groups.items()
@@ -85,9 +85,9 @@ def _connect(
 
 
 def call_roll(store: dist.Store, ranks: Sequence[int], local: int, limit_s: float) -> list[int]:
-    """Wait for all members of a group; returns those that have not joined within the limit.
+    """Wait for all members of a group; return those that have not joined within the limit.
 
-    A member makes a few operations on the store, however many there are.
+    Each member does a constant number of operations on the store.
     """
     arrive(store, "here", local, len(ranks))
     try:

@@ -1,5 +1,4 @@
-"""How a rank of a training job joins it: what it was given is read, compared with the others', and
-tried out."""
+"""Joining of a training job by a rank: inputs are read, compared among ranks, and tested."""
 
 from __future__ import annotations
 
@@ -46,14 +45,13 @@ from disttrain_cli.spec.rundir import RunDir, pulses
 from disttrain_cli.spec.runfile import Run, read_run
 from disttrain_cli.spec.stage_graph import RankCoords, StageGraph, stage_graph
 
-#: Environment variable: addresses of the preprocessing workers of this job, with commas between
-#: them.
+#: Environment variable: addresses of this job's preprocessing workers, separated by commas.
 WORKERS = "DISTTRAIN_WORKERS"
 
 
 @dataclass(frozen=True)
 class Joined:
-    """What a rank knows when it has met the others."""
+    """State of a rank after the rendezvous."""
 
     run: Run
     plan: Plan
@@ -63,13 +61,14 @@ class Joined:
     coords: RankCoords
     device: torch.device
     pulse: Pulse
-    told: dict[str, Any]  # by rank 0, of this start: name, resume, steps_file; and the backend
-    store: dist.Store  # where the ranks met
+    told: dict[str, Any]  # decided by rank 0: name, resume and steps_file of this start; backend
+    store: dist.Store  # of the rendezvous
 
 
 def join(payload: dict[str, Any], stack: ExitStack) -> Joined:
-    """Meet the other ranks, compare what each was given, and join the process group until `stack`
-    is left.
+    """Join the other ranks: rendezvous, comparison of all inputs, and process group.
+
+    The process group is left when `stack` exits.
 
     Raises:
         DisttrainError: the hosts are not equal, ranks are missing, or the network does not carry
@@ -80,7 +79,7 @@ def join(payload: dict[str, Any], stack: ExitStack) -> Joined:
     plan, profile = Plan.model_validate(payload["plan"]), Profile.model_validate(payload["profile"])
     graph = stage_graph(plan.plan, profile.inputs.llm, tied_layers(layer_table(run)))
     coords, train = graph.coords(int(os.environ["RANK"])), run.file.train
-    if coords.rank == 0 and LISTENER not in os.environ:  # our own launcher holds it itself
+    if coords.rank == 0 and LISTENER not in os.environ:  # `launch` holds the lock itself
         stack.enter_context(alone(RunDir(Path(payload["logs"]).parent)))
     pulse = stack.enter_context(
         Pulse(pulses(Path(payload["logs"])), coords.rank, train.longest_hang_s, follow).beating()
@@ -137,7 +136,7 @@ def join(payload: dict[str, Any], stack: ExitStack) -> Joined:
 
 
 def _hosts(payload: dict[str, Any]) -> list[str]:
-    """The host of every rank, where the job's script tells their names."""
+    """Return the host of every rank, if the job's script passes their names."""
     names, counts = os.environ.get(HOSTS, "").split(), payload.get("ranks_of_hosts", [])
     return (
         [name for name, count in zip(names, counts, strict=True) for _ in range(count)]
@@ -147,8 +146,7 @@ def _hosts(payload: dict[str, Any]) -> list[str]:
 
 
 def _say(payload: dict[str, Any], text: str) -> None:
-    """Say something on the terminal or job log, where no launcher of ours has it, and in the rank's
-    log."""
+    """Print text to the rank's log, and to the terminal or job log where no launcher has it."""
     with suppress(OSError):
         print(text, flush=True)
         if "console" in payload:
@@ -156,8 +154,7 @@ def _say(payload: dict[str, Any], text: str) -> None:
 
 
 def _start_of(payload: dict[str, Any]) -> dict[str, Any]:
-    """What rank 0 tells the others of this start: the launcher's word, or that of `begin`, which
-    ran before."""
+    """Return rank 0's record of this start, from the launcher or from `begin`, which ran before."""
     known = (
         json.loads(Path(payload["start_file"]).read_text()) if "start_file" in payload else payload
     )
@@ -165,7 +162,7 @@ def _start_of(payload: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_workers(run: Run) -> Run:
-    """The run with the preprocessing workers that the job's script has started, where it has."""
+    """Return the run with the preprocessing workers that the job's script has started, if any."""
     addresses = os.environ.get(WORKERS, "").split(",")
     if not addresses[0]:
         return run
@@ -174,8 +171,10 @@ def with_workers(run: Run) -> Run:
 
 
 def _watch_for_hangs(run: Run, logs: Path, graph: StageGraph) -> None:
-    """Look after the job from inside, where no launcher of ours does; two ranks do, as one of them
-    may hang."""
+    """Monitor the job for hangs from inside, where `launch` does not.
+
+    Two ranks do so, as one of them may hang.
+    """
 
     def look() -> None:
         watch = HangWatch(pulses(logs), logs, graph.stages, run.file.train.longest_hang_s)

@@ -1,12 +1,12 @@
-"""Starting the ranks of one machine, watching them, and ending all of them when one fails.
+"""Launcher of one machine's ranks: starts them, monitors them, and ends all when one fails.
 
 `launch` starts one *starter* process, which imports what the ranks need once and forks them:
-importing torch and its friends takes seconds of a core, and six ranks on a laptop would each pay
-it. The launcher imports none of them: what they are needed for before a run's folder changes is
-checked by the starter, which then waits for the launcher. A rank reports over a pipe what went
-wrong, and the starter how each rank ended. Messages are lines of JSON, nothing is pickled, no shell
-is involved. The starter opens the socket of the rendezvous itself, on loopback: torch's own would
-listen on every interface. Ranks end when the starter is gone, and the starter when the launcher is.
+importing torch and related packages takes seconds of a core, and six ranks on a laptop would each
+pay it. The launcher imports none of them: checks that need them, before a run's folder changes, are
+done by the starter, which then waits for the launcher. A rank reports its error over a pipe, and
+the starter the exit code of each rank. Messages are lines of JSON, nothing is pickled, no shell is
+involved. The starter opens the socket of the rendezvous itself, on loopback: torch's would listen
+on every interface. Ranks exit when the starter is gone, and the starter when the launcher is.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ LOOPBACK = "127.0.0.1"
 LISTENER = "DISTTRAIN_LISTENER"
 POLL_S = 0.05
 GRACE_S = 5.0
-PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
-#: What a rank says when it fails only because another one went away.
+PR_SET_PDEATHSIG = 1  # from <sys/prctl.h>
+#: Error texts of a rank that fails only because it lost a peer.
 LOST_PEER = (
     "Connection closed by peer",
     "Connection reset by peer",
@@ -72,15 +72,18 @@ def launch(
     The function is called with `payload` in a process that has RANK, LOCAL_RANK, WORLD_SIZE,
     MASTER_ADDR, MASTER_PORT (for `process.rendezvous`), OMP_NUM_THREADS=1 (unless set) and
     `variables` in its environment; its output goes to the rank's log. `payload["device"]` is "cuda"
-    where the function computes there (`rank.settle`). Where the target's module has a function
+    where the function uses a GPU (`rank.settle`). Where the target's module has a function
     `before_fork`, it is called with the payload once, before the ranks are forked, to import what
-    they need; it starts no thread and touches no device. `begin` is called with the notes that it
-    returns, if any, before anything is written to `log_dir`; what `begin` returns is added to the
-    payload. `on_poll` is called about every 50 ms.
+    they need; it starts no thread and touches no device.
+
+    Args:
+        begin: called with the notes that `before_fork` returns, if any, before anything is written
+            to `log_dir`; its result is added to the payload.
+        on_poll: called about every 50 ms.
 
     Raises:
         DisttrainError: as `before_fork`.
-        RankFailedError: a rank ended with an error or the time ran out; the others are ended first.
+        RankFailedError: a rank failed or the time ran out; the other ranks are ended first.
     """
     environment = (
         os.environ
@@ -89,7 +92,7 @@ def launch(
             "LOCAL_WORLD_SIZE": str(world_size),
             "MASTER_ADDR": LOOPBACK,
             "PYTHONUNBUFFERED": "1",
-            # to count devices by the CUDA runtime spoils it for forked processes
+            # counting devices by the CUDA runtime would make it unusable in forked processes
             "PYTORCH_NVML_BASED_CUDA_CHECK": ("1"),
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
             "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", _loopback_interface()),
@@ -142,7 +145,7 @@ def launch(
 
 def _send(starter: subprocess.Popen[bytes], message: dict[str, Any]) -> None:
     assert starter.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # it is gone, as `_wait` finds out
+    with contextlib.suppress(BrokenPipeError):  # the starter is gone, which `_wait` reports
         starter.stdin.write(json.dumps(message).encode() + b"\n")
         starter.stdin.flush()
 
@@ -156,7 +159,7 @@ def _wait(
     ready: Callable[[list[str]], dict[str, Any]],
     on_poll: Callable[[], None] | None,
 ) -> bool:
-    """Follow the starter's messages until all ranks have ended; False where it ended before."""
+    """Follow the starter's messages until all ranks have exited; False if it exits before."""
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     os.set_blocking(ends.fileno(), False)
     told, begun = b"", False
@@ -205,12 +208,13 @@ def _starter_failure(code: int, log: Path) -> RankFailedError:
 
 
 def _failure(codes: dict[int, int], errors: dict[int, list[str]], log_dir: Path) -> RankFailedError:
-    """Describe the rank that failed by itself, not because a peer went away; it is lost where it
-    did not say why.
+    """Return the error of the rank that failed by itself, not because of a lost peer.
+
+    It is a RankLostError if the rank did not report a cause.
 
     Args:
-        codes: exit codes of the ranks that have ended, in this order; not all are 0.
-        errors: what ranks said, in this order: what, why, next step; they may not have ended yet.
+        codes: exit codes of the ranks that have exited, in this order; not all are 0.
+        errors: reported errors, in this order: what, why, next step; their ranks may still run.
     """
 
     def alone(ranks: Iterable[int]) -> list[int]:
@@ -273,8 +277,10 @@ def _last_line(path: Path) -> str:
 
 
 def _end(starter: subprocess.Popen[bytes]) -> None:
-    """End the starter and every rank, which share its process group; asking would make them finish
-    their step."""
+    """Kill the starter and every rank, which share its process group.
+
+    SIGTERM would make them finish their step.
+    """
     with contextlib.suppress(ProcessLookupError):
         os.killpg(starter.pid, signal.SIGKILL)
     deadline = time.monotonic() + GRACE_S
@@ -284,7 +290,7 @@ def _end(starter: subprocess.Popen[bytes]) -> None:
 
 
 def _group_lives(starter: subprocess.Popen[bytes]) -> bool:
-    starter.poll()  # takes the starter's own end in, so that it does not count as living
+    starter.poll()  # reaps the starter, so that it does not count as alive
     try:
         os.killpg(starter.pid, 0)
     except ProcessLookupError:
@@ -293,13 +299,16 @@ def _group_lives(starter: subprocess.Popen[bytes]) -> bool:
 
 
 def _loopback_interface() -> str:
-    """Name of the interface on which gloo listens, unless the user names another one."""
+    """Return the interface on which gloo listens, unless the user names another one."""
     return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
 
 
 def main(arguments: list[str]) -> None:
-    """Entry of the starter: TARGET LAUNCHER LOG_DIR PIPE. Input is the payload, and once the pipe
-    says that ranks can be forked, more of it; then the pipe says how each rank ends."""
+    """Run the starter: TARGET LAUNCHER LOG_DIR PIPE.
+
+    Reads the payload from stdin and, once the pipe has reported that ranks can be forked, additions
+    to it; then reports each rank's exit code over the pipe.
+    """
     target, launcher, log_dir, tell = arguments
     end_with(int(launcher))
     payload = json.loads(sys.stdin.readline())
@@ -317,7 +326,7 @@ def main(arguments: list[str]) -> None:
     if not more:  # the launcher is gone
         sys.exit(1)
     payload |= json.loads(more)
-    gc.freeze()  # ranks share what is imported, and no collection looks at it again
+    gc.freeze()  # ranks share the imported objects, which no garbage collection visits again
     listener = socket.create_server((LOOPBACK, 0))
     os.environ |= {"MASTER_PORT": str(listener.getsockname()[1]), LISTENER: str(listener.fileno())}
     starter, ranks = os.getpid(), dict[int, int]()
@@ -345,8 +354,7 @@ def _say(pipe: int, message: dict[str, Any]) -> None:
 
 
 def _tell(pipe: int, rank: int, error: DisttrainError) -> None:
-    """Write a rank's error in one piece, between what others write: as much of it as a pipe takes
-    so."""
+    """Write a rank's error as one atomic write, cut to the length that a pipe allows for it."""
     limit = select.PIPE_BUF
     while True:
         words = [text[:limit] for text in error.parts]
@@ -358,10 +366,10 @@ def _tell(pipe: int, rank: int, error: DisttrainError) -> None:
 
 
 def end_with(parent: int) -> None:
-    """End this process when the one that started it is gone, however it went; on Linux also if it
-    is stopped itself.
+    """Exit this process when its parent is gone, for whatever reason.
 
-    It may be gone already, and then tells nobody.
+    On Linux this works even while this process is stopped. If the parent is gone before the call,
+    no signal is sent, so that a thread polls, too.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,7 +1,7 @@
-"""Before ranks train they compare what they were given.
+"""Rendezvous of ranks, with a comparison of their inputs before training.
 
-Ranks of several hosts may have other programs, files or data: found here, it is a sentence; found
-later, it is a hang or a wrong result.
+Ranks of several hosts may have different programs, files or data: detected here, it is one error
+message; later, it would be a hang or a wrong result.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ import torch.distributed as dist
 from disttrain_cli.errors import DisttrainError, MismatchError
 from disttrain_cli.spec.stage_graph import StageGraph
 
-#: Environment variable: names of the job's hosts in order of ranks, with blanks between them.
+#: Environment variable: names of the job's hosts in order of ranks, separated by blanks.
 HOSTS = "DISTTRAIN_HOSTS"
 Facts = Mapping[str, str]
 MOST_NAMED, MOST_HOSTS = 4, 8
-#: Longest wait for the ranks that join last, and seconds between two words about who is missing.
+#: Longest wait for the last ranks, and interval between messages about missing ones.
 MEETING_S, NEWS_S = 300.0, 15.0
 POLL_S = 0.1
-ANSWER_S = 60.0  # more than `MEETING_S`, until rank 0 has answered
+ANSWER_S = 60.0  # added to the limit while waiting for rank 0's answer
 
 
 @dataclass(frozen=True)
 class Guest:
-    """What a rank says of itself."""
+    """Description of a rank for the comparison."""
 
     facts: Facts  # versions, fingerprints: equal on all ranks
     device: str = ""  # `devices.identity`
@@ -50,19 +50,19 @@ def meet(
     hosts: Sequence[str] = (),
     say: Callable[[str], None] = print,
 ) -> dict[str, Any]:
-    """Wait for all ranks, compare their facts, and return what rank 0 decides for all of them.
+    """Wait for all ranks, compare their facts, and return rank 0's decisions.
 
-    A rank makes a few operations on the store and rank 0 a few per rank. What rank 0 raises is
+    A rank does a few operations on the store and rank 0 a few per rank. An error on rank 0 is
     raised on every rank.
 
     Args:
-        decide: called by rank 0 with what the ranks said, in their order.
+        decide: called by rank 0 with the ranks' descriptions, in order of ranks.
         limit_s: longest wait for the last rank.
-        hosts: where every rank should be, if that is known.
-        say: hears from rank 0 now and then who is missing.
+        hosts: expected host of every rank, if known.
+        say: called by rank 0 now and then with a message about missing ranks.
 
     Raises:
-        MismatchError: a host's facts are not those of most others; it and what differs are named.
+        MismatchError: a host's facts differ from those of most others; the message names both.
         DisttrainError: ranks are missing and are named, or `decide` raises it.
     """
     arrive(store, "meet", rank, world_size, json.dumps(asdict(guest)))
@@ -87,7 +87,7 @@ def _verdict(
     hosts: Sequence[str],
     say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """What rank 0 tells all ranks: what it decides, or what is wrong."""
+    """Return rank 0's message to all ranks: its decisions, or an error."""
     try:
         wait_for_all(
             store,
@@ -110,12 +110,14 @@ def _verdict(
 
 
 def check_name(host: str) -> None:
-    """DisttrainError where this host cannot know the first one by its name; torch would try for
-    minutes."""
+    """Raise DisttrainError if this host cannot resolve the first host's name.
+
+    torch would try for minutes.
+    """
     try:
         socket.getaddrinfo(host, None)
     except socket.gaierror as error:
-        if error.errno == socket.EAI_NONAME:  # others may pass
+        if error.errno == socket.EAI_NONAME:  # other errors may be temporary
             raise DisttrainError(
                 f"{socket.gethostname()} does not know the first host by the name {host}",
                 f"{error.strerror} (MASTER_ADDR)",
@@ -125,7 +127,11 @@ def check_name(host: str) -> None:
 
 
 def arrive(store: dist.Store, barrier: str, number: int, count: int, word: str = "") -> None:
-    """Say that one of `count` ranks or hosts has reached a barrier, and leave a word."""
+    """Record in the store that one of `count` ranks or hosts has reached a barrier.
+
+    Args:
+        word: value to store for the others.
+    """
     store.set(f"{barrier}/{number}", word)
     if store.add(f"{barrier}/joined", 1) == count:
         store.set(f"{barrier}/complete", "")
@@ -142,12 +148,11 @@ def wait_for_all(
     hosts: Sequence[str] = (),
     say: Callable[[str], None] = print,
 ) -> None:
-    """Wait until all have reached a barrier; raises `late` of those that are missing after
-    `limit_s`.
+    """Wait until all have reached a barrier; raises `late(missing)` after `limit_s`.
 
     Args:
-        hosts: where every one of them is, if that is known.
-        say: hears now and then who is missing.
+        hosts: host of each of them, if known.
+        say: called now and then with a message about missing ones.
     """
     begun_s, news_s = time.monotonic(), NEWS_S
     while not store.check([f"{barrier}/complete"]):
@@ -164,10 +169,10 @@ def wait_for_all(
 
 
 def wait_for_the_first(store: dist.Store, key: str, limit_s: float) -> None:
-    """Wait for what the first rank or host sets when it knows about all.
+    """Wait for a key that the first rank or host sets once all have arrived.
 
     Raises:
-        DisttrainError: it has not, a while after its own limit.
+        DisttrainError: it is not set within `ANSWER_S` after the first one's limit.
     """
     try:
         store.wait([key], timedelta(seconds=limit_s + ANSWER_S))
@@ -220,8 +225,7 @@ def wait_until_built(store: dist.Store, graph: StageGraph, rank: int, limit_s: f
 
 
 def named(ranks: Sequence[int], hosts: Sequence[str]) -> str:
-    """Ranks in words, those that follow each other on a host together: "8-15 (worker-2), 20
-    (worker-3)"."""
+    """Return text for ranks, with ranges per host: "8-15 (worker-2), 20 (worker-3)"."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][-1] + 1 and (not hosts or hosts[rank] == hosts[runs[-1][0]]):
@@ -235,8 +239,7 @@ def named(ranks: Sequence[int], hosts: Sequence[str]) -> str:
 
 
 def _compare(guests: Sequence[Guest]) -> None:
-    """MismatchError where a fact differs between ranks; the hosts with another value than most are
-    named."""
+    """Raise MismatchError if a fact differs between ranks, naming the hosts in the minority."""
     lines = []
     for name in sorted({name for one in guests for name in one.facts}):
         values = Counter(one.facts.get(name, "none") for one in guests)

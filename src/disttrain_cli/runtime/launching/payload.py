@@ -1,4 +1,4 @@
-"""What ranks run, and what they are told."""
+"""Entry points of ranks, and the payload they receive."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 #: Entry points of ranks.
 TRAIN, PREFLIGHT = "disttrain_cli.runtime.worker:main", "disttrain_cli.runtime.worker:preflight"
-#: Of ranks that no command of ours waits for: they train, and the first one ends with the verdict.
+#: For ranks without a `disttrain` command that waits: the first one ends with the verdict.
 TRAIN_AND_JUDGE = "disttrain_cli.mitigation.learned:main"
 
 
@@ -24,7 +24,7 @@ def payload_of(
     profile_steps: range | None = None,
     origin: Path | None = None,
 ) -> dict[str, Any]:
-    """What a rank must know, besides its start."""
+    """Return the payload of a rank, apart from the fields of its start."""
     profiled = (
         {}
         if profile_steps is None

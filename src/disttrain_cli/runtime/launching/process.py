@@ -1,4 +1,4 @@
-"""Joining the job: devices, process groups and DeepSpeed's start-up, for one rank."""
+"""Process start-up of one rank: devices, process groups and DeepSpeed's initialisation."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from disttrain_cli.runtime.launching.ending import within
 from disttrain_cli.runtime.launching.launch import LISTENER
 
 ABORT_S = 5.0
-LATE_S = 5.0  # beyond a limit, for what knows the limit itself and fails with a better reason
-#: What helps where ranks have met and cannot connect.
+LATE_S = 5.0  # extra time for calls with the same limit, which fail with a better reason
+#: Advice where ranks have met but cannot connect.
 REMEDIES = {
     "nccl": (
         "Name the network interface in cluster.interface; look for firewalls between the hosts;"
@@ -38,20 +38,24 @@ REMEDIES = {
 
 
 def set_timeout(timeout: timedelta) -> None:
-    """Set the timeout of all groups made from now on, those of libraries too: torch gives groups
-    its own default, not the world's."""
+    """Set the timeout of all groups created from now on, in libraries too.
+
+    torch gives groups its default, not the world's.
+    """
     distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = timeout
 
 
 #: For several communicators on one device (NCCL's documentation, "Using multiple NCCL communicators
 #: concurrently"): kernels start in the order of the host's calls, which is the same on all ranks
-#: (`runtime.messages`), each communicator with a hardware queue of its own (CUDA's default is 8).
+#: (`runtime.messages`), each communicator with a separate hardware queue (CUDA's default is 8).
 CUDA_ENVIRONMENT = {"NCCL_LAUNCH_ORDER_IMPLICIT": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 
 
 def set_cuda_environment() -> str:
-    """Set what of `CUDA_ENVIRONMENT` is not set, before this process uses CUDA; returns all of
-    it as one line."""
+    """Set the unset variables of `CUDA_ENVIRONMENT`; return all of them as one line.
+
+    Must be called before this process uses CUDA.
+    """
     for name, value in CUDA_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     return " ".join(f"{name}={os.environ[name]}" for name in CUDA_ENVIRONMENT)
@@ -65,14 +69,16 @@ def joined(
     store: dist.Store | None = None,
     backend: Backend = "gloo",
 ) -> Iterator[torch.device]:
-    """Join the process group that the environment describes; leave it at the end, after a failure
-    by `abort_groups`.
+    """Join the process group that the environment describes; leave it at the end.
 
-    `store`: where the ranks have met already, which they must have before NCCL: making its
-    communicator knows no time limit. That of the world is made here. No device is bound to the
-    group, or torch would split every later one from the world's communicator: one after the other,
-    and each by all ranks (docs/deepspeed.md). On a CPU nothing is compiled: DeepSpeed's
-    shared-memory operation is declared incompatible first.
+    After a failure it is left by `abort_groups`. No device is bound to the group, or torch would
+    split every later one from the world's communicator: one after the other, and each by all ranks
+    (docs/deepspeed.md). On a CPU nothing is compiled: DeepSpeed's shared-memory operation is
+    declared incompatible first.
+
+    Args:
+        store: of the rendezvous that the ranks have completed; None = do it here. NCCL requires it
+            first: creating a communicator has no time limit. The world's is created here.
 
     Raises:
         DisttrainError: the rendezvous fails.
@@ -86,9 +92,9 @@ def joined(
         deepspeed.ops.__dict__["__compatible_ops__"] = {}
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     if backend == "nccl":
-        # Its groups of gloo, which checkpoints use, connect only ranks that talk (`descriptors`).
+        # Gloo groups, which checkpoints use, connect only ranks that communicate (`descriptors`).
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
-        # Its monitor kills a process silently; that is for the hang watch to do, with a reason.
+        # NCCL's monitor kills a process silently; the hang watch does so with a reason.
         os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", str(math.ceil(timeout_s)))
     timeout = timedelta(seconds=timeout_s)
     set_timeout(timeout)
@@ -102,7 +108,7 @@ def joined(
             timeout=timeout,
         )
         if backend == "nccl":
-            # as meant
+            # intended
             warnings.filterwarnings("ignore", "barrier.*: using the device under current context")
             dist.barrier(device_ids=[device.index])
     try:
@@ -122,13 +128,12 @@ def _not_connected(backend: str, limit_s: float) -> DisttrainError:
     )
 
 
-#: Groups that were aborted. They stay: to delete one waits for what it has under way.
+#: Aborted groups, never deleted: deleting one waits for its operations in progress.
 _aborted: list[Any] = []
 
 
 def abort_groups() -> None:
-    """Leave all process groups without waiting for their other ranks, which may wait for this
-    one."""
+    """Leave all process groups without waiting for other ranks, which may wait for this one."""
     _aborted.extend(distributed_c10d._world.pg_map)
     thread = threading.Thread(
         target=distributed_c10d._abort_process_group, name="abort", daemon=True
@@ -138,10 +143,11 @@ def abort_groups() -> None:
 
 
 def import_muon() -> None:
-    """Import DeepSpeed's Muon optimizer, which it asks every other one about, without compiling it.
+    """Import DeepSpeed's Muon optimizer without compiling it.
 
-    Its functions are decorated to be compiled, and to decorate them takes torch's compiler: seconds
-    of a core, on every rank, for an optimizer that is not used here.
+    DeepSpeed checks every optimizer against its class. Its functions are decorated to be compiled,
+    and decorating them imports torch's compiler: seconds of a core, on every rank, for an optimizer
+    that is not used here.
     """
     from deepspeed.runtime import compiler
 
@@ -156,13 +162,13 @@ def import_muon() -> None:
 
 
 def rendezvous(timeout: timedelta) -> dist.Store:
-    """The store through which the ranks find each other.
+    """Return the store of the ranks' rendezvous.
 
-    Of our own starter's ranks, rank 0 serves it on the socket that `launch` opened; torchrun's
-    agent serves its own; of srun's ranks, rank 0 serves it at MASTER_ADDR alone.
+    With `launch`, rank 0 serves it on the socket that `launch` opened; torchrun's agent serves its
+    own; with srun, rank 0 serves it at MASTER_ADDR only.
 
     Raises:
-        DisttrainError: the port is in use, or nobody answers there.
+        DisttrainError: the port is in use, or nothing answers there.
     """
     rank, where = (
         int(os.environ["RANK"]),
@@ -184,7 +190,7 @@ def rendezvous(timeout: timedelta) -> dist.Store:
 
 
 def serves_rendezvous() -> bool:
-    """Whether this process is the one that serves it."""
+    """Return True if this process serves the rendezvous."""
     return os.environ["RANK"] == "0" and not _agent_serves()
 
 
@@ -212,7 +218,7 @@ def _store(where: tuple[str, int], timeout: timedelta, listener: int | None) -> 
 
 
 def _listen(host: str, port: int) -> int:
-    """A socket that listens there and nowhere else."""
+    """Return a socket that listens on this address only."""
     try:
         return socket.create_server(
             (host, port), family=socket.getaddrinfo(host, port)[0][0]

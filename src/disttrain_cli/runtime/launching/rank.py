@@ -1,9 +1,8 @@
-"""The life of one rank's process, whoever starts it: our own starter (`launch`), torchrun, or
-Slurm's srun.
+"""Main function of one rank's process, started by `launch`, torchrun, or Slurm's srun.
 
-As a program, `python -m disttrain_cli.runtime.launching.rank JOB.json`, it finds its place in RANK,
-LOCAL_RANK, WORLD_SIZE and MASTER_* (torchrun) or SLURM_* (srun). The job file holds what `launch`
-is given: target, payload, log folder, ranks.
+As a program, `python -m disttrain_cli.runtime.launching.rank JOB.json`, it reads its rank from
+RANK, LOCAL_RANK, WORLD_SIZE and MASTER_* (torchrun) or SLURM_* (srun). The job file holds the
+arguments of `launch`: target, payload, log folder, ranks.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ from disttrain_cli.spec.files import Strict, parse_json, validate
 from disttrain_cli.spec.rundir import pulses, rank_log
 
 Target = Callable[[dict[str, Any]], None]
-#: What torchrun calls a place, and what srun does.
+#: Variables of a rank's coordinates: torchrun's names, and srun's.
 PLACES = {"RANK": "SLURM_PROCID", "LOCAL_RANK": "SLURM_LOCALID", "WORLD_SIZE": "SLURM_NTASKS"}
 #: Variables that torch's CUDA allocator reads.
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 class JobFile(Strict):
-    """What a rank that others start must know; written by `--emit`."""
+    """Job file of a rank that torchrun or srun starts; written by `--emit`."""
 
     version: Literal[1] = 1
     target: str
@@ -46,12 +45,15 @@ def read_job_file(path: Path) -> JobFile:
 
 
 def settle(kind: str) -> None:
-    """Tell DeepSpeed and torch, before they are imported, what a rank computes on: "cuda" or "cpu".
+    """Set DeepSpeed's and torch's environment for a rank's device, before they are imported.
 
     DeepSpeed would look for devices while it is imported. Without NVML that takes the CUDA runtime,
-    which spoils CUDA for processes that are forked afterwards; and devices that are there it takes,
-    even if the run is on the CPU. torch's allocator is told that sizes change from slot to slot,
-    unless the user tells it anything.
+    which makes CUDA unusable in processes that are forked afterwards; and it uses devices that it
+    detects, even if the run is on the CPU. torch's allocator is configured for sizes that change
+    from slot to slot, unless the user configures it.
+
+    Args:
+        kind: "cuda" or "cpu".
     """
     os.environ.setdefault("DS_ACCELERATOR", kind)
     if kind == "cuda" and not any(name in os.environ for name in ALLOCATOR):
@@ -59,7 +61,7 @@ def settle(kind: str) -> None:
 
 
 def resolve(target: str) -> tuple[Any, Target]:
-    """The module and the function that "package.module:function" names."""
+    """Return the module and the function that "package.module:function" names."""
     where, _, name = target.partition(":")
     module = importlib.import_module(where)
     return module, getattr(module, name)
@@ -72,9 +74,9 @@ def live(
     log: Path,
     tell: Callable[[DisttrainError], None] = lambda error: None,
 ) -> NoReturn:
-    """Run the function with its output in the log, and end the process.
+    """Run the function with its output in the log, and exit the process.
 
-    `tell`, where there is a launcher, takes what went wrong: a log on a full disk may not.
+    `tell` reports an error to the launcher, if there is one: a log on a full disk may fail.
     """
     ending = begin_ending(Ending(rank, log, pulses(log.parent), tell))
     try:
@@ -91,11 +93,10 @@ def live(
 
 
 def place_in_job(job: JobFile) -> int:
-    """This process's rank; the environment says the same under torchrun's names whoever started it.
+    """Return this process's rank, and set torchrun's variables if srun started it.
 
     Raises:
-        SpecError: it was not started by torchrun or srun, or with another number of ranks than the
-            plan has.
+        SpecError: it was not started by torchrun or srun, or the number of ranks is not the plan's.
     """
     for name, slurm in PLACES.items():
         if name not in os.environ and slurm in os.environ:
@@ -118,7 +119,7 @@ def place_in_job(job: JobFile) -> int:
 
 
 def main(arguments: list[str]) -> None:
-    """Entry of a rank that torchrun or srun starts: JOB_FILE."""
+    """Run a rank that torchrun or srun starts: JOB_FILE."""
     read_by(Reader(shell=True))
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ["PYTHONUNBUFFERED"] = "1"

@@ -1,5 +1,4 @@
-"""Starts of a run: one at a time in a folder, each with a name of its own, following what rank 0
-reports."""
+"""Starts of a run: one at a time per folder, with numbered names, followed by rank 0's reports."""
 
 from __future__ import annotations
 
@@ -44,12 +43,15 @@ def run_ranks(
     watch: Callable[[], None] = lambda: None,
     variables: Mapping[str, str] | None = None,
 ) -> Reports:
-    """Start the processes of a job and follow them to the end; the job and the payload get the
-    start's name.
+    """Start the processes of a job and follow them to the end.
 
-    A fresh start moves what an earlier one left to `earlier/`, once the target's `before_fork` has
-    found nothing wrong; `note` is called with what that returns. From then on `watch` is called
-    about every 50 ms. `variables` are in the processes' environment.
+    The job and the payload get the start's name. A fresh start moves the output of an earlier one
+    to `earlier/`, once the target's `before_fork` has succeeded.
+
+    Args:
+        note: called with each note of `before_fork`.
+        watch: called about every 50 ms once the start has begun.
+        variables: added to the processes' environment.
 
     Raises:
         SpecError: a folder of the run cannot be written.
@@ -85,13 +87,12 @@ def run_ranks(
         )
     finally:
         for reader in begun:
-            reader.poll()  # what was reported just before a rank failed
+            reader.poll()  # reports from just before a rank failed
     return begun[0]
 
 
 def begin_start(folder: RunDir, job: Job, resume: bool) -> tuple[str, Path, list[str]]:
-    """Prepare the run's folder for a start; returns its name, the file for its reports, and what
-    the user should know.
+    """Prepare the run's folder for a start; return its name, report file and notes for the user.
 
     Raises:
         SpecError: a folder of the run cannot be written.
@@ -118,7 +119,7 @@ def begin_start(folder: RunDir, job: Job, resume: bool) -> tuple[str, Path, list
 
 
 def _check_writable(folder: Path) -> None:
-    """SpecError where nothing can be written into a folder that is there or will be."""
+    """Raise SpecError if an existing or future folder cannot be written."""
     there = folder
     while not (there.exists() or there.is_symlink()):
         there = there.parent
@@ -135,8 +136,7 @@ def _check_writable(folder: Path) -> None:
 
 
 def check_fresh(folder: RunDir, call_of: Callable[..., str] = partial(call, "train")) -> None:
-    """SpecError where a start at step 0 would leave checkpoints behind that nobody said are not
-    wanted."""
+    """Raise SpecError if checkpoints exist and the user has not chosen to resume or restart."""
     newest = latest(folder.checkpoints)
     if newest is not None:
         raise SpecError(
@@ -148,7 +148,7 @@ def check_fresh(folder: RunDir, call_of: Callable[..., str] = partial(call, "tra
 
 
 def job_of(run: Run, plan: Plan, profile: Profile, rehearsed: Rehearsed | None = None) -> Job:
-    """What the analysis must know of a job."""
+    """Return the description of a job for the analysis."""
     return Job(
         run="",
         strategy=plan.plan.strategy,
@@ -161,7 +161,7 @@ def job_of(run: Run, plan: Plan, profile: Profile, rehearsed: Rehearsed | None =
 
 
 def step_to_resume(run: Run, profile: Profile, folder: RunDir, total: int) -> int:
-    """The step of the newest checkpoint, from which a run goes on.
+    """Return the step of the newest checkpoint, from which a run resumes.
 
     Raises:
         SpecError: there is none, or it is of the run's last step or a later one.
@@ -194,7 +194,7 @@ def step_to_resume(run: Run, profile: Profile, folder: RunDir, total: int) -> in
 
 
 def next_start(root: RunDir) -> str:
-    """A name that no start before this one had, also one that ended before it wrote a trace."""
+    """Return a name that no earlier start had, not even one that ended before it wrote a trace."""
     names = [
         path.name for path in (*root.logs.glob("start-*"), *root.traces.glob("*/segment-start-*"))
     ]
@@ -204,12 +204,11 @@ def next_start(root: RunDir) -> str:
 
 @contextmanager
 def alone(root: RunDir) -> Iterator[None]:
-    """Hold the run's folder, which one training at a time may write; the lock ends with the
-    process.
+    """Lock the run's folder, which one training at a time may write; the process' exit unlocks it.
 
     Raises:
         SpecError: the folder cannot be written.
-        DisttrainError: another training holds it.
+        DisttrainError: another training holds the lock.
     """
     _check_writable(root.root)
     root.root.mkdir(parents=True, exist_ok=True)
@@ -225,7 +224,7 @@ def alone(root: RunDir) -> Iterator[None]:
 
 
 class Reports:
-    """Follows the file to which rank 0 appends one line per step, and any rank a note."""
+    """Follower of the file to which rank 0 appends a line per step, and any rank a note."""
 
     def __init__(
         self,
@@ -235,7 +234,7 @@ class Reports:
         progress: Progress,
         total: int,
     ) -> None:
-        self.name = name  # of the start
+        self.name = name  # name of the start
         self._file = path.open()
         self._on_step, self._progress, self._total = on_step, progress, total
         self._partial = ""
@@ -243,15 +242,15 @@ class Reports:
         self.steps: list[dict[str, Any]] = []
 
     def poll(self) -> None:
-        """Take in the steps and notes reported since the last call."""
+        """Read the steps and notes reported since the last call."""
         *lines, self._partial = (self._partial + self._file.read()).split("\n")
         for line in lines:
             try:
                 row = json.loads(line)
-            except ValueError:  # written to a full disk
+            except ValueError:  # a line that was cut off by a full disk
                 continue
             if "note" in row:
-                if row != self._noted:  # of several ranks
+                if row != self._noted:  # several ranks report the same note
                     self._progress(row["note"], row["done"], row["total"])
                 self._noted = row
                 continue
@@ -263,11 +262,10 @@ class Reports:
 
 
 def move_aside(folder: RunDir) -> list[str]:
-    """Keep what an earlier start left, under `earlier/NNN/`; says what was moved there, if
-    anything.
+    """Move the output of an earlier start to `earlier/NNN/`; return notes on what was moved.
 
-    A link or another disk stays where it is: what it holds of the run is moved to an `earlier/NNN/`
-    inside it.
+    A folder that is a link or another disk stays: the run's files in it are moved to an
+    `earlier/NNN/` inside it.
     """
     left = [
         path for path in (folder.traces, folder.checkpoints, folder.images) if any(_left_in(path))
@@ -287,8 +285,7 @@ def move_aside(folder: RunDir) -> list[str]:
 
 
 def _set_aside(path: Path, aside: Path) -> Path:
-    """Move a folder, or where it is a link or another disk what it holds; returns where it is
-    now."""
+    """Move a folder, or the contents of a link or another disk; return the destination."""
     aside.mkdir(parents=True, exist_ok=True)
     if not path.is_symlink():
         try:
@@ -305,7 +302,7 @@ def _set_aside(path: Path, aside: Path) -> Path:
 
 
 def _left_in(path: Path) -> Iterator[Path]:
-    """What starts leave in a folder of the run; there may be other things."""
+    """Yield the files that starts write into a folder of the run, which may hold others, too."""
     for pattern in (
         "step-*",
         "rank-*",

@@ -1,5 +1,7 @@
-"""Ranks that are looked after: requests to stop are passed on, a job that hangs is ended, a lost
-rank is followed by another start from the newest checkpoint, and a better plan by one on that plan.
+"""Supervision of a job: passes on stop requests, ends a hanging job, and restarts.
+
+A lost rank is followed by another start from the newest checkpoint, and a better plan by one on
+that plan.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from disttrain_cli.spec.whole import write_whole
 
 
 class Planned(NamedTuple):
-    """What a start runs."""
+    """Plan and profile of a start."""
 
     plan: Plan
     profile: Profile
@@ -36,7 +38,7 @@ class Planned(NamedTuple):
 class Replanned(Strict):
     """A start on another plan than the one before."""
 
-    step: int  # the first one on it
+    step: int  # first step on the plan
     why: str
     left_out: list[int]  # devices
     layout: str
@@ -45,50 +47,49 @@ class Replanned(Strict):
 
 
 class Replanner(Protocol):
-    """Who makes other plans (`mitigation.replanning`)."""
+    """Source of other plans (`mitigation.replanning`)."""
 
     def ready(self) -> bool:
-        """Whether there is a better plan than the present one."""
+        """Return True if there is a better plan than the present one."""
         ...
 
     def take(self) -> tuple[str, Planned]:
-        """Why it is better, and the plan, which is now the run's."""
+        """Return the reason for a better plan, and the plan, which becomes the run's."""
         ...
 
     def goes_with(self, device: int) -> Sequence[int]:
-        """The devices that are left out with one, itself included."""
+        """Return the devices that are excluded together with one, itself included."""
         ...
 
     def without(self, device: int) -> tuple[str, Planned] | None:
-        """A plan that is now the run's, without a device that is gone; None where none fits."""
+        """Return a plan that excludes a lost device and becomes the run's; None if none fits."""
         ...
 
 
 class Supervised(NamedTuple):
-    """How a job went."""
+    """Outcome of a job."""
 
-    planned: Planned  # of the last start
-    restarts: list[str]  # why each start but the first was made
+    planned: Planned  # plan of the last start
+    restarts: list[str]  # reason for each start but the first
     replans: list[Replanned]
-    stopped: str | None  # which of `watch.REASONS` ended it before its last step
+    stopped: str | None  # the one of `watch.REASONS` that ended it before its last step
 
 
 class StopRequest:
-    """Whether somebody asked this process to stop, and by which signal."""
+    """Request to stop this process, by a signal."""
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
         self._passed_on = False
 
     def hear(self, number: int, frame: FrameType | None) -> None:
-        """The signals' handler: the first one asks, a second one ends this process, and with it the
-        ranks, at once."""
+        """Handle a signal: the first requests a stop, a second ends this process and the ranks."""
         if self.signal is not None:
             raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
         self.signal = signal.Signals(number)
 
     def pass_on(self, logs: Path, progress: Progress) -> None:
-        """Tell the ranks, once."""
+        """Pass the request on to the ranks, once."""
         if self.signal is not None and not self._passed_on:
             self._passed_on = True
             with suppress(SpecError):  # a full disk has room for an empty file
@@ -104,7 +105,7 @@ class StopRequest:
 
 @contextmanager
 def stop_request() -> Iterator[StopRequest]:
-    """Listen to SIGTERM and SIGINT, in the main thread; elsewhere nobody is heard."""
+    """Handle SIGTERM and SIGINT in the main thread; elsewhere, do nothing."""
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():
         yield request
@@ -120,12 +121,13 @@ def stop_request() -> Iterator[StopRequest]:
 
 
 class Supervisor:
-    """Starts a job, again for every lost rank and for better plans, as often as `restarts` allows.
+    """Starts of a job: again for every lost rank and for better plans, at most `restarts` times.
 
     Args:
         folder: of the run, or of its rehearsal.
-        llm: the module that holds it.
-        ended: how many steps have ended in all starts.
+        planned: plan of the first start.
+        hang_s: longest time without progress before a job counts as hanging.
+        ended: returns the number of steps that have ended in all starts.
     """
 
     def __init__(
@@ -145,7 +147,7 @@ class Supervisor:
         self._replanner = replanner
         self._restarts: list[str] = []
         self._replans: list[Replanned] = []
-        self._lost: Sequence[int] = ()  # devices, of which the last start has lost one
+        self._lost: Sequence[int] = ()  # devices, one of which the last start lost
 
     def run(
         self, resume: bool, start: Callable[[Planned, bool, Callable[[], None]], Reports]
@@ -164,7 +166,7 @@ class Supervisor:
                     raise
                 self._restarts.append(error.what)
                 self._leave_out(error, self._ended() > before)
-                if self._request.signal is not None:  # while it was planned
+                if self._request.signal is not None:  # a signal during replanning
                     raise
             else:
                 stopped = self._stopped()
@@ -173,7 +175,7 @@ class Supervisor:
                 why, planned = self._replanner.take()
                 self._restarts.append(why)
                 self._go_on_with(why, planned)
-                if (asked := self._request.signal) is not None:  # while it was written
+                if (asked := self._request.signal) is not None:  # a signal meanwhile
                     return Supervised(self._planned, self._restarts, self._replans, asked.name)
             newest = latest(self._folder.checkpoints)
             resume = newest is not None
@@ -190,7 +192,7 @@ class Supervisor:
         return len(self._restarts) >= self._most
 
     def _watch(self) -> Callable[[], None]:
-        """What looks after a start."""
+        """Return the function that monitors a start."""
         plan, profile = self._planned
         graph = stage_graph(plan.plan, profile.inputs.llm, profile.tied_layers)
         logs = self._folder.logs
@@ -215,13 +217,13 @@ class Supervisor:
                         0,
                     )
                 else:
-                    with suppress(SpecError):  # a full disk: then as before
+                    with suppress(SpecError):  # a full disk: continue on the present plan
                         write_whole(stop_file(logs), STRAGGLER)
 
         return watch
 
     def _stopped(self) -> str | None:
-        """What stopped the ranks; a signal that came too late for them counts."""
+        """Return the reason why the ranks stopped; a signal that came too late for them counts."""
         said = stopped_file(self._folder.logs)
         stopped = said.read_text() if said.exists() else None
         if stopped == STRAGGLER and self._request.signal is not None:
@@ -229,7 +231,7 @@ class Supervisor:
         return stopped
 
     def _leave_out(self, error: RankLostError, went_on: bool) -> None:
-        """Go on without devices of which the next start has lost one, too, before any step."""
+        """Exclude a set of devices if it loses one again in the next start, before any step."""
         if self._replanner is None or error.rank is None:
             return
         device = self._planned.plan.plan.devices[error.rank]
@@ -258,5 +260,5 @@ class Supervisor:
 
 
 def merged(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Steps in order; of those that were done again after a restart, the last."""
+    """Return the rows in order of steps; of a step repeated after a restart, the last."""
     return [row for _, row in sorted({row["step"]: row for row in rows}.items())]

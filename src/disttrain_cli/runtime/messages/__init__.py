@@ -1,6 +1,6 @@
-"""What ranks send each other: recorded as it is executed, and proven not to hang where messages
-pair by order (NCCL).
+"""Messages between ranks: recorded as executed, and proven free of deadlocks under NCCL's pairing.
 
-`records.py` and `proof.py` know nothing of torch; `recorder.py` records a rank that runs,
-`hollow.py` runs a rank's instructions and brokers without weights, data or other ranks.
+NCCL pairs messages by order alone. `records.py` and `proof.py` do not import torch; `recorder.py`
+records a running rank, `hollow.py` runs a dry rank: its instructions and brokers without weights,
+data or other ranks.
 """

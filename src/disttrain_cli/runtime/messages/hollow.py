@@ -1,11 +1,10 @@
-"""What one rank does without weights, data or other ranks: its instructions and messages are the
-real ones.
+"""Dry rank ("hollow"): a rank's real instructions and messages without weights, data or peers.
 
 The engine's instruction loop, the process groups of its grid and its brokers run as in training,
 over torch's fake backend, which stands for NCCL. Tensors have shapes and no memory, and layers
-leave tensors of the rows that a slot gives them. What layers say to a TP or CP group is one
-message, as an operator over symmetric memory is, and where the group overlaps also once round it,
-as where it has no such memory; what is said to the replicas of a stage is one per layer.
+return empty tensors with the rows of a slot. Layers' messages to a TP or CP group are represented
+by one message, as for an operator over symmetric memory, and where the group overlaps also by one
+ring pass, as without such memory; messages to the replicas of a stage are one per layer.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from disttrain_cli.spec.runfile import Run
 from disttrain_cli.spec.runfile.train import TrainSpec
 from disttrain_cli.spec.stage_graph import RankCoords, StageGraph
 
-#: Where tensors have a shape and nothing else.
+#: Device of tensors that have only a shape and dtype.
 NOWHERE = torch.device("meta")
 
 
@@ -50,10 +49,13 @@ def record_steps(
     ranks: Iterable[int] | None = None,
     overlap: bool = False,
 ) -> Iterator[Record]:
-    """What ranks (all of them if not given) send, receive and join over NCCL: in the step of
-    `order`, and then in an evaluation of its slots.
+    """Yield records of ranks' sends, receives and collectives over NCCL.
 
-    With `overlap` (of the layout) replicas that have work in the last pass reduce in it.
+    They cover the step of `order`, and then an evaluation of its slots.
+
+    Args:
+        ranks: to record; None = all.
+        overlap: of the layout: replicas that have work in the last pass reduce in it.
     """
     table = layer_table(run)
     carrying = gradient_flow(table, run.file.model.trained).carrying
@@ -69,7 +71,7 @@ def record_steps(
 
 @contextmanager
 def alone(rank: int, world_size: int) -> Iterator[None]:
-    """One rank of a world in which nobody else is."""
+    """Initialise torch.distributed with the fake backend, as one rank of a world without others."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
@@ -80,7 +82,7 @@ def alone(rank: int, world_size: int) -> Iterator[None]:
 
 
 class HollowRunner(StageRunner):
-    """A stage whose layers leave empty tensors."""
+    """Stage runner whose layers return empty tensors."""
 
     def __init__(
         self,
@@ -135,7 +137,7 @@ class HollowRunner(StageRunner):
 
 
 class HollowReduction:
-    """The messages of `Reduction`, one per layer."""
+    """Messages of `Reduction`, one per layer."""
 
     def __init__(self, grid: UnitGrid, coords: RankCoords, overlaps: bool) -> None:
         self._replicas = grid.dp_proc_group
@@ -143,16 +145,16 @@ class HollowReduction:
         self._overlaps, self._expected, self._left = overlaps, False, self._layers
 
     def expect(self, weights: Any = None) -> None:
-        """The last pass that makes gradients begins."""
+        """Start the last pass that computes gradients."""
         self._expected = self._overlaps
 
     def begin(self) -> None:
-        """A pass made its gradients."""
+        """Record the reductions of a pass that has computed its gradients."""
         while self._expected and self._left:
             self._join()
 
     def finish(self) -> None:
-        """The last pass has ended."""
+        """Record the remaining reductions after the last pass."""
         while self._left:
             self._join()
         self._expected, self._left = False, self._layers
@@ -164,7 +166,7 @@ class HollowReduction:
 
 @dataclass
 class HollowStage:
-    """A stage without weights, which DeepSpeed would want."""
+    """Stage without weights, which DeepSpeed would require."""
 
     module: StageModule
     reduction: HollowReduction
@@ -174,7 +176,7 @@ class HollowStage:
 
 
 class HollowEngine(UnitEngine):
-    """The engine around a hollow stage."""
+    """Engine of a dry rank."""
 
     def __init__(
         self,
@@ -210,7 +212,7 @@ class HollowEngine(UnitEngine):
             downstream=downstream,
             coords=coords,
             tracer=cast(Tracer, _Silence()),
-            layout=cast(Layout, None),  # of errors about memory
+            layout=cast(Layout, None),  # only used in errors about memory
             train_spec=train,
             loss_modules={info.loss: info.module for info in table if info.loss is not None},
             trained=(),
@@ -225,7 +227,7 @@ class HollowEngine(UnitEngine):
 
     def _update(self) -> None:
         super()._update()
-        # ZeRO's replicas give each other the weights that each has changed
+        # ZeRO's replicas gather the weights that each has updated
         for _ in self.coords.stage.layers if self.coords.unit.dp_cp_size > 1 else ():
             join(self.module.mpu().dp_proc_group)
 
@@ -238,13 +240,13 @@ def _nothing(slot: int) -> Batch:
 
 
 def join(group: dist.ProcessGroup | None) -> None:
-    """One message that all of a group join, if there is one."""
+    """Execute one collective of a group, if there is one."""
     if group is not None:
         dist.all_reduce(torch.empty(1, device=NOWHERE), group=group)
 
 
 class _Silence:
-    """In the place of a tracer: answers everything with 0."""
+    """Substitute for a tracer that returns 0 for every call."""
 
     def __getattr__(self, name: str) -> Callable[..., int]:
         return lambda *given, **named: 0

@@ -1,13 +1,12 @@
-"""Whether recorded ranks would run to their end where messages pair by order alone, and every
-operation blocks.
+"""Proof that recorded ranks finish if messages pair by order alone and every operation blocks.
 
-NCCL has no tags: on one communicator the n-th send from a rank to another meets the n-th receive
-there, a group of messages ends when all of them have met theirs, and what is grouped at one end
-only is undefined (NCCL user guide, "Group calls" and "Point-to-point communication"). A rank is
-taken to begin an operation only when the one before has ended, whatever the communicator. That is
-stricter than NCCL, whose communicators run side by side: if every rank gets to its end this way,
-the ranks' orders agree with one order of the whole, and no number of streams, however few of them a
-device runs at a time, can wait in a circle.
+NCCL has no tags: on one communicator the n-th send from a rank to another matches the n-th receive
+there, a group of messages ends when all of them are matched, and messages that are grouped at one
+end only are undefined (NCCL user guide, "Group calls" and "Point-to-point communication"). A rank
+is assumed to start an operation only when the previous one has ended, whatever the communicator.
+That is stricter than NCCL, whose communicators run concurrently: if every rank finishes this way,
+the ranks' orders agree with one global order, and no number of streams, however few of them a
+device runs at a time, can deadlock in a cycle of waits.
 """
 
 from __future__ import annotations
@@ -18,20 +17,20 @@ from itertools import groupby, zip_longest
 
 from disttrain_cli.runtime.messages.records import RECEIVE, SEND, Operation, Record
 
-#: A place in a rank's operations.
+#: Index among a rank's operations, and the operation.
 Step = tuple[int, Operation]
 #: Communicator, sending rank, receiving rank.
 Line = tuple[str, int, int]
 
 
 def faults(records: Iterable[Record]) -> list[str]:
-    """What is wrong with the order of all ranks' operations; empty if they run to their end.
+    """Return errors in the order of all ranks' operations; empty if all ranks finish.
 
-    Each sentence names the ranks, the communicator and the two operations that do not go together.
+    Each sentence names the ranks, the communicator and the two operations that do not match.
     """
     by_rank = {record.rank: record for record in records}
     problems = list(_strangers(by_rank))
-    if problems:  # nothing more can be said of ranks that do not know each other
+    if problems:  # further checks need consistent communicators
         return problems
     problems = [
         *_unlike_messages(by_rank),
@@ -43,8 +42,7 @@ def faults(records: Iterable[Record]) -> list[str]:
 
 
 def _strangers(records: Mapping[int, Record]) -> Iterator[str]:
-    """Communicators on whose members ranks do not agree, and operations with ranks that are not in
-    them."""
+    """Yield communicators with inconsistent members, and operations with non-members."""
     known: dict[str, tuple[tuple[int, ...], int]] = {}
     for rank, record in records.items():
         for name, ranks in record.members.items():
@@ -81,7 +79,7 @@ def _batches(record: Record) -> Iterator[list[Step]]:
 
 
 def _lines(records: Mapping[int, Record]) -> dict[Line, tuple[list[Step], list[Step]]]:
-    """By line, its sends and its receives, each in its rank's order."""
+    """Return the sends and receives of each line, each in its rank's order."""
     lines: dict[Line, tuple[list[Step], list[Step]]] = defaultdict(lambda: ([], []))
     for rank, record in records.items():
         for step in enumerate(record.operations):
@@ -94,7 +92,7 @@ def _lines(records: Mapping[int, Record]) -> dict[Line, tuple[list[Step], list[S
 
 
 def _unlike_messages(records: Mapping[int, Record]) -> Iterator[str]:
-    """The first message of each line that does not meet its like."""
+    """Yield the first message of each line whose counterpart differs or is missing."""
     for (name, sender, taker), (sends, receives) in _lines(records).items():
         for sent, taken in zip_longest(sends, receives):
             if (
@@ -110,8 +108,7 @@ def _unlike_messages(records: Mapping[int, Record]) -> Iterator[str]:
 
 
 def _unlike_batches(records: Mapping[int, Record]) -> Iterator[str]:
-    """The first message of each pair of ranks that is grouped at one end with another than at the
-    other end."""
+    """Yield the first message of each pair of ranks that is grouped differently at its two ends."""
     pairs: dict[tuple[str, int, int], tuple[dict[int, Step], dict[int, Step]]] = defaultdict(
         lambda: ({}, {})
     )
@@ -138,7 +135,7 @@ def _unlike_batches(records: Mapping[int, Record]) -> Iterator[str]:
 
 
 def _unlike_collectives(records: Mapping[int, Record]) -> Iterator[str]:
-    """The first collective of each communicator that is not the same on all its ranks."""
+    """Yield the first collective of each communicator that differs between its ranks."""
     members = {name: ranks for record in records.values() for name, ranks in record.members.items()}
     joined: dict[tuple[str, int], list[Step]] = defaultdict(list)
     for rank, record in records.items():
@@ -154,8 +151,7 @@ def _unlike_collectives(records: Mapping[int, Record]) -> Iterator[str]:
 
 
 def _unlike_parts(records: Mapping[int, Record]) -> Iterator[str]:
-    """The first exchange of each communicator in which a rank gives another more or fewer rows than
-    that one takes."""
+    """Yield the first all-to-all of each communicator with unequal rows sent and received."""
     exchanges: dict[tuple[str, int], list[Step]] = defaultdict(list)
     members = {name: ranks for record in records.values() for name, ranks in record.members.items()}
     for rank, record in records.items():
@@ -181,7 +177,7 @@ def _unlike_parts(records: Mapping[int, Record]) -> Iterator[str]:
 
 
 def _alike(one: Operation) -> tuple[object, ...]:
-    shape = one.shape[1:] if one.gives else one.shape  # each rank takes rows of its own number
+    shape = one.shape[1:] if one.gives else one.shape  # the number of rows differs between ranks
     return one.kind, shape, bool(one.gives), one.dtype, one.peer
 
 
@@ -194,21 +190,21 @@ def _told(rank: int, step: Step | None, what: str = "collective") -> str:
 
 
 class _Rank:
-    """How far one rank has got."""
+    """Progress of one rank in the simulation."""
 
     def __init__(self, record: Record) -> None:
         self.rank = record.rank
         self.left = deque(_batches(record))
-        self.waits: list[Step] = []  # operations of the batch under way that have not met theirs
+        self.waits: list[Step] = []  # unmatched operations of the current batch
 
     def begin(self) -> list[Step]:
-        """The operations of the next batch, which is under way from now on."""
+        """Start the next batch and return its operations."""
         self.waits = self.left.popleft() if self.left else []
         return list(self.waits)
 
 
 def _deadlock(records: Mapping[int, Record]) -> str | None:
-    """Let all ranks run; says who waits for whom if they do not get to their end."""
+    """Run all ranks; return a description of the cycle of waits if they do not finish."""
     members = {name: ranks for record in records.values() for name, ranks in record.members.items()}
     ranks = {rank: _Rank(record) for rank, record in records.items()}
     posted: dict[tuple[str, Line], deque[tuple[_Rank, Step]]] = defaultdict(deque)
@@ -245,7 +241,7 @@ def _deadlock(records: Mapping[int, Record]) -> str | None:
 
 
 def _circle(waiting: Mapping[int, _Rank], members: Mapping[str, tuple[int, ...]]) -> str:
-    """Who waits for whom, from one rank on until one appears again or has nothing left to do."""
+    """Describe the waits from one rank on until a rank recurs or has no operations left."""
     told, rank = list[str](), min(waiting)
     seen: list[int] = []
     while rank in waiting and rank not in seen:
@@ -264,7 +260,7 @@ def _circle(waiting: Mapping[int, _Rank], members: Mapping[str, tuple[int, ...]]
 def _awaited(
     rank: int, one: Operation, waiting: Mapping[int, _Rank], members: Mapping[str, tuple[int, ...]]
 ) -> int:
-    """The rank that an operation waits for: of a collective, the first that is elsewhere."""
+    """Return the rank that an operation waits for: the first missing one of a collective."""
     if one.is_message:
         return one.peer
     elsewhere = [

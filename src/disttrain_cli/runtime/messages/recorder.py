@@ -1,4 +1,4 @@
-"""Recording what a running rank sends, receives and joins, over whatever backend."""
+"""Recorder of a running rank's sends, receives and collectives, over any backend."""
 
 from __future__ import annotations
 
@@ -14,27 +14,26 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from disttrain_cli.models import symmetric
 from disttrain_cli.runtime.messages.records import RECEIVE, SEND, Operation, Record
 
-#: Dispatched names of messages.
+#: Dispatched names of point-to-point messages.
 MESSAGES = {"send": SEND, "recv_": RECEIVE}
-#: An exchange, and which arguments are its rows from each rank and for each: none where its parts
-#: are equal.
+#: All-to-all, and the positions of its arguments with the rows from and for each rank: empty
+#: where all parts are equal.
 EXCHANGE, TAKES, GIVES = "alltoall_base_", 3, 4
-#: Dispatched names of collectives with a root, and which argument it is.
+#: Dispatched names of collectives with a root, and the position of that argument.
 ROOTED = {"broadcast_": 2, "reduce_": 3, "scatter_": 3, "gather_": 3}
 
 
 class Recorder(TorchDispatchMode):
-    """While active, notes every operation of torch.distributed that this rank begins, DeepSpeed's
-    too.
+    """Recorder of every torch.distributed operation that this rank starts, DeepSpeed's too.
 
-    They run as ever, but for messages over torch's fake backend, which would do nothing: these have
-    arrived at once, so that their buffers are let go of.
+    They run unchanged, except messages over torch's fake backend, which would do nothing: these
+    complete at once, so that their buffers are freed.
     """
 
     def __init__(self, rank: int) -> None:
         super().__init__()
         self.record = Record(rank)
-        self._number = 0  # of the batch
+        self._number = 0  # number of the batch
         self._together = False
         self._names: dict[Any, str] = {}
 
@@ -53,7 +52,7 @@ class Recorder(TorchDispatchMode):
         if function.namespace == "c10d":
             self._note(function._schema.name.removeprefix("c10d::"), args)
         elif function._schema.name in (symmetric.GATHER, symmetric.SCATTER):
-            # until it has ended nothing else of this rank's begins: a collective like others
+            # it blocks this rank until it ends: a collective like others
             self._note(
                 function._opname, (args[0], distributed_c10d._resolve_process_group(args[2]))
             )
@@ -104,7 +103,7 @@ class Recorder(TorchDispatchMode):
         )
 
     def _known(self, group: dist.ProcessGroup) -> tuple[int, ...]:
-        """The ranks of a group, which is named from now on."""
+        """Return the ranks of a group, and name it at first use."""
         if group not in self._names:
             described = (
                 group.group_desc

@@ -1,4 +1,4 @@
-"""What one rank sends, receives and joins, in the order in which it begins it."""
+"""Records of one rank's sends, receives and collectives, in the order in which they start."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ SEND, RECEIVE = "send", "receive"
 
 @dataclass(frozen=True)
 class Operation:
-    """A message or a collective, as one rank begins it."""
+    """Message or collective, as one rank starts it."""
 
     kind: str  # SEND, RECEIVE, or the collective's name
     communicator: str
     shape: tuple[int, ...]
     dtype: str
-    peer: int = -1  # of a message the other rank, of a collective its root, if it has one
-    batch: int = 0  # operations with one number are begun together
-    # of an exchange of unequal parts, rows for each rank of the group, and from each
+    peer: int = -1  # the other rank of a message; the root of a collective, if any
+    batch: int = 0  # operations with equal numbers start together
+    # rows for and from each rank of the group, in an all-to-all of unequal parts
     gives: tuple[int, ...] = ()
     takes: tuple[int, ...] = ()
 
@@ -39,17 +39,17 @@ class Record:
     """One rank's operations."""
 
     rank: int
-    # ranks of each communicator that is used
+    # ranks by communicator in use
     members: dict[str, tuple[int, ...]] = field(default_factory=dict)
     operations: list[Operation] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
-        """As plain JSON."""
+        """Return the record as plain JSON."""
         return asdict(self)
 
     @classmethod
     def of_json(cls, known: Mapping[str, Any]) -> Record:
-        """The inverse of `to_json`, after it was written and read."""
+        """Return a record from the result of `to_json`, after it was written and read."""
         return cls(
             known["rank"],
             {name: tuple(ranks) for name, ranks in known["members"].items()},

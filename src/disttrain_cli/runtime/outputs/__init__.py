@@ -1,2 +1,1 @@
-"""What a checkpoint is turned into: Hugging Face folders (`export`), and what it draws and writes
-(`sampling`)."""
+"""Outputs of a checkpoint: Hugging Face folders (`export`), and samples (`sampling`)."""

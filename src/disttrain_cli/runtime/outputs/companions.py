@@ -1,5 +1,8 @@
-"""Files of an exported folder beside config and weights: the run's tokenizer and chat template, the
-processors of the folder that the run started from, and what tells `generate` where to stop."""
+"""Files of an exported folder other than config and weights.
+
+The run's tokenizer and chat template, the processors of the folder that the run started from, and
+the tokens that stop `generate`.
+"""
 
 from __future__ import annotations
 
@@ -32,11 +35,11 @@ OTHERS = (
 
 
 def write_companions(run: Run, source: Path | None, folder: Path, llm: bool) -> None:
-    """Write the files beside config and weights of an exported folder.
+    """Write the files of an exported folder other than config and weights.
 
     Args:
-        source: the folder that the model started from, if it did from one.
-        llm: the folder holds the LLM, which the tokenizer belongs to.
+        source: the folder that the model started from; None = none.
+        llm: True if the folder holds the LLM, which the tokenizer belongs to.
 
     Raises:
         SpecError: the run's tokenizer cannot be read.
@@ -63,8 +66,10 @@ def _copy(source: Path, folder: Path, patterns: Sequence[str]) -> None:
 
 
 def _without_template(processor: Path) -> None:
-    """Take the chat template of another tokenizer out of a processor's configuration, where it
-    would go before the tokenizer's own."""
+    """Remove another tokenizer's chat template from a processor's configuration.
+
+    It would take precedence over the tokenizer's.
+    """
     if processor.is_file():
         fields = json.loads(processor.read_text(encoding="utf-8"))
         if fields.pop("chat_template", None) is not None:

@@ -1,4 +1,4 @@
-"""Questions of held-out conversations: each up to its last answer, which the data remember."""
+"""Questions from held-out conversations: each up to its last answer, which is the reference."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from disttrain_cli.spec.whole import write_whole
 
 @dataclass(frozen=True)
 class Question:
-    """A conversation up to its last answer."""
+    """Conversation up to its last answer."""
 
     key: str
     prompt: Prompt
-    asked: str  # since the answer before
-    recorded: str  # the last answer
+    asked: str  # text since the previous answer
+    recorded: str  # the last answer in the data
 
     def answered(self, text: str, out: Path) -> Answer:
-        """With what a model says; images go below the folder `out`."""
+        """Return the record of a model's answer; write the images below the folder `out`."""
         names = []
         for number, image in enumerate(self.prompt.images):
             names.append(f"answers/{self.key}-{number}.{suffix_of(image)}")
@@ -40,7 +40,7 @@ class Question:
 
 
 def held_out_questions(run: Run, inputs: ModelInputs) -> Iterator[Question]:
-    """Of every held-out conversation (of all where none are held out), in order.
+    """Yield the questions of held-out conversations (of all where none are held out), in order.
 
     A conversation is a sample with a text that is not trained before one that is.
     """
@@ -54,7 +54,7 @@ def held_out_questions(run: Run, inputs: ModelInputs) -> Iterator[Question]:
 
 
 def _question(index: Index, reader: ShardReader, tokenizer: Tokenizer, row: int) -> Question | None:
-    """The question of a sample, if it is a conversation of texts and images."""
+    """Return the question of a sample, if it is a conversation of texts and images."""
     first, last = index.segment_start[row : row + 2].tolist()
     kinds, trained = index.kinds[first:last], index.trained[first:last]
     own = index.own_texts[first:last]

@@ -1,5 +1,7 @@
-"""Samples while training goes on: a few answers and images of each new checkpoint, by a process of
-low priority on the CPU, one at a time."""
+"""Samples of each new checkpoint during training.
+
+A low-priority process on the CPU generates a few answers and images, one checkpoint at a time.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from disttrain_cli.spec.samples import Samples, read_samples
 
 
 class Ended(Exception):
-    """Training is over."""
+    """Raised when training is over."""
 
 
 def sample(
@@ -26,12 +28,13 @@ def sample(
     most: int | None = None,
     ended: threading.Event | None = None,
 ) -> Samples | None:
-    """What a checkpoint's model draws and writes, where the run file asks for anything; in
-    `images/` and by a process of its own.
+    """Generate a checkpoint's samples into `images/` in a separate process.
+
+    Returns None if the run file requests no samples that the model can generate.
 
     Args:
-        most: as many of each kind at most, on the CPU and while others compute.
-        ended: set where it is not wanted any more.
+        most: limit for each kind, on the CPU and at low priority; None = no limit.
+        ended: set to abort sampling.
 
     Raises:
         RankFailedError: the process failed.
@@ -67,7 +70,7 @@ def sample(
 
 
 class During:
-    """Samples of new checkpoints; `look` is called often, by one thread."""
+    """Sampling of new checkpoints; `look` is called often, by one thread."""
 
     def __init__(self, run: Run, profile: Profile, last: int, progress: Progress) -> None:
         self._run, self._profile, self._last, self._progress = run, profile, last, progress
@@ -77,8 +80,10 @@ class During:
         self.thread: threading.Thread | None = None
 
     def look(self) -> None:
-        """Begin with the newest checkpoint, where there is one that was not sampled and no other
-        one is; that of the last step is sampled after training."""
+        """Start sampling the newest checkpoint, unless it is sampled or another one is in progress.
+
+        The last step's checkpoint is sampled after training.
+        """
         if not self._most or (self.thread is not None and self.thread.is_alive()):
             return
         newest = latest(self._run.dir.checkpoints)
@@ -89,7 +94,7 @@ class During:
         self.thread.start()
 
     def close(self) -> None:
-        """End what is under way."""
+        """Abort the sampling in progress."""
         self._ended.set()
         if self.thread is not None:
             self.thread.join()
@@ -99,7 +104,7 @@ class During:
             samples = sample(self._run, self._profile, checkpoint, self._most, self._ended)
         except Ended:
             said = f"{checkpoint.name}: training ended before its samples were there"
-        except DisttrainError as error:  # such as a checkpoint that was removed meanwhile
+        except DisttrainError as error:  # e.g. the checkpoint was removed meanwhile
             said = f"warning: no samples of {checkpoint.name}: {error.what}"
         else:
             said = "" if samples is None else f"{checkpoint.name}: {samples.summary}"

@@ -1,4 +1,4 @@
-"""From a checkpoint to Hugging Face folders: one per module, and the projectors that join them.
+"""Export of a checkpoint to Hugging Face folders: one per module, and the projectors between them.
 
     OUT/MODULE/                  config.json and safetensors, and tokenizer and preprocessor files
                                  where the run had them; of a module with LoRA adapter_config.json
@@ -9,8 +9,8 @@
     OUT/projectors.safetensors   parameters of projectors, as LAYER.PARAMETER
     OUT/model.json, README.md    how the parts are joined
 
-A run of a whole published model (`model.folder`) becomes one folder of the same kind instead; with
-lora one adapter over it, and in OUT/base what it belongs to where `model.folder` is not that.
+A run of a complete published model (`model.folder`) becomes one folder of the same kind instead;
+with LoRA one adapter for it, and in OUT/base its base model where that is not `model.folder`.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ from disttrain_cli.spec.runfile.published import is_all
 
 
 class ExportedModule(BaseModel):
-    """A folder that was written for a module."""
+    """Folder that was written for a module."""
 
     folder: str
     loads_with: str
@@ -72,14 +72,14 @@ class ExportedModule(BaseModel):
 
 
 class Exported(BaseModel):
-    """What `export --json` prints."""
+    """Output of `export --json`."""
 
     path: str
     checkpoint: str
     step: int
     modules: dict[str, ExportedModule]
     projectors: str | None
-    generates_with: str | None = None  # a command, where transformers loads the whole
+    generates_with: str | None = None  # a command, where transformers loads the complete model
 
 
 def export(
@@ -91,13 +91,15 @@ def export(
     merge: bool = False,
     progress: Progress = silent,
 ) -> Exported:
-    """Write a checkpoint's modules into the new folder `to`, whole or not at all; a run of a whole
-    published model becomes one like it.
+    """Write a checkpoint's modules into the new folder `to`, atomically.
 
-    Weights have the precision that was trained in (`train.precision`). With `ema` those of modules
-    that have moving averages are these. Of modules with lora the adapters are written, or with
-    `merge` the whole weights with the adapters added. At most one weight file's tensors are in
-    memory.
+    A run of a complete published model becomes a folder like it. Weights have the precision of the
+    training (`train.precision`). At most one weight file's tensors are in memory.
+
+    Args:
+        step: of the checkpoint; None = the newest.
+        ema: write the moving averages of the modules that have them.
+        merge: write complete weights with LoRA adapters added, in place of the adapters.
 
     Raises:
         SpecError: there is no such checkpoint, it is damaged or without averages, or `to` exists.
@@ -158,7 +160,7 @@ def export(
             untie(layers, opened.names())
             exported += layers
             config = module.config
-            if module.kind == "llm":  # where generate() begins and ends
+            if module.kind == "llm":  # the tokens where generate() begins and ends
                 config = copy.deepcopy(config)
                 config.bos_token_id, config.eos_token_id = tokenizer.bos, tokenizer.eos
             module = replace(module, config=config)
@@ -210,7 +212,7 @@ def _checkpoint(run: Run, step: int | None) -> Path:
 
 
 def _averaged(run: Run, opened: checkpoint.Opened, folder: Path) -> set[str]:
-    """Modules of which the checkpoint has moving averages."""
+    """Return the modules that have moving averages in the checkpoint."""
     layers = opened.layers("ema")
     modules = {info.module for info in layer_table(run) if info.name in layers}
     if not modules:
@@ -224,8 +226,11 @@ def _averaged(run: Run, opened: checkpoint.Opened, folder: Path) -> set[str]:
 
 @contextmanager
 def _whole_folder(to: Path, made: bool = True) -> Iterator[Path]:
-    """A folder to fill (or to make), renamed into place at the end; where anything fails, nothing
-    is left."""
+    """Yield a temporary folder that is renamed to `to` at the end, or removed after a failure.
+
+    Args:
+        made: True to create it; False if the caller does.
+    """
     temporary = to.with_name(f".{to.name}.partial")
     try:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -241,7 +246,7 @@ def _whole_folder(to: Path, made: bool = True) -> Iterator[Path]:
 
 
 def _with_adapters(configs: Mapping[str, ModuleConfig], read: Read) -> Read:
-    """The same weights, with what a module's adapters add."""
+    """Return a reader of the same weights with modules' adapters merged into them."""
 
     def whole(layer: PipelineLayer) -> Mapping[str, Tensor]:
         lora, tensors = configs[layer.module].lora, read(layer)
@@ -258,7 +263,7 @@ def _write_adapter(
     dtype: torch.dtype,
     base: Path,
 ) -> Written:
-    """A module's adapters; what is said to load them is the class of their base."""
+    """Write a module's adapters; the class that loads them is that of their base."""
     model = on_meta(module.architecture, module.config)
     count = write_adapter(folder, [Adapted(module, layers)], model, read, dtype, base)
     return Written(folder.name, import_path(published_class(module.architecture)), count)
@@ -292,7 +297,7 @@ def _write_beside(run: Run, module: ModuleConfig, folder: Path) -> None:
 
 
 def _write_vae(run: Run, module: ModuleConfig, folder: Path) -> Written:
-    """The VAE as it was given, or as it was drawn from the seed: it is never trained."""
+    """Write the VAE with its initial weights, from its folder or the seed: it is never trained."""
     spec = run.file.model.modules[module.name]
     assert module.vae is not None and spec.image_size is not None
     parts = [
@@ -320,7 +325,7 @@ def _write_joints(
     shapes: Mapping[str, list[int]],
     tokenizer: Tokenizer,
 ) -> None:
-    """How the parts are joined: as JSON, and in words with the commands that load them."""
+    """Write how the parts are joined: as JSON, and as a README with the commands that load them."""
     joints: dict[str, Any] = {}
     for layer in layers:
         tensors = {
@@ -342,7 +347,7 @@ def _write_joints(
             "image_size": spec.image_size,
             "context_tokens": spec.context_tokens if spec.kind == "generator" else None,
             "feature_layer": None if spec.feature_layer is None else -1,
-        }  # no block after it is there
+        }  # the blocks after it are not exported
         for name, spec in run.file.model.modules.items()
     }
     described = {
@@ -384,7 +389,7 @@ def _write_joints(
 
 
 def _loading(module: ExportedModule) -> str:
-    """The expression that loads a module."""
+    """Return the expression that loads a module."""
     made = f"{module.loads_with.rpartition('.')[2]}.from_pretrained"
     if module.base is None:
         return f'{made}("{module.folder}")'

@@ -1,5 +1,4 @@
-"""The images of a prompt as items of the model: whole, or in the parts that the model's processor
-cuts them into."""
+"""Images and videos of a prompt as items of the model: whole, or in parts cut by its processor."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from disttrain_cli.spec.video_processor import Film
 
 @dataclass(frozen=True)
 class Picture:
-    """An image or video of a prompt."""
+    """Image or video of a prompt."""
 
     file: bytes
     numbers: Numbers  # as in the index
@@ -29,33 +28,33 @@ class Picture:
 
     @property
     def parts(self) -> int:
-        """How many items it is."""
+        """Number of its items."""
         return len(self.around) - 1
 
     def grid(self, head: ImageInput) -> Grid:
-        """Of each of its parts."""
+        """Return the grid of each of its parts."""
         rows, columns = head.grids(np.array([self.numbers]))[0].tolist()
         return rows, columns
 
     def times(self, head: ImageInput) -> list[int | None]:
-        """Of each part of a video but its first one, by how much its positions are later."""
+        """Return each part's time offset in positions; None for images and a video's first part."""
         if not self.is_video or head.video is None:
             return [None] * self.parts
         return [None, *head.video.times(Film(*self.numbers))[1:]]
 
     @property
     def is_video(self) -> bool:
-        """Whether it is a video."""
+        """True if it is a video."""
         return len(self.numbers) > 2
 
     def tokens(self, head: ImageInput) -> list[int]:
-        """Of each of its parts in the LLM."""
+        """Return the LLM tokens of each of its parts."""
         sizes, parts = np.array([self.numbers] * self.parts), np.full(self.parts, self.parts)
         counts: list[int] = head.tokens_of(sizes, np.arange(self.parts), parts).tolist()
         return counts
 
     def places(self, head: ImageInput, begins: Sequence[int]) -> list[Places]:
-        """Of each part where its rows are; the tokens of the parts begin at `begins`."""
+        """Return the token positions of each part's rows; the parts' tokens begin at `begins`."""
         joined = head.places(self.numbers, self.parts)
         if joined is not None:
             return [own.moved(begins[0]) for own in joined]
@@ -63,7 +62,7 @@ class Picture:
         return [Places(np.arange(at, at + count)) for at, count in zip(begins, counts, strict=True)]
 
     def planes(self, head: ImageInput) -> list[Any]:
-        """Bytes [C, H, W] of each part; ValueError where it cannot be decoded."""
+        """Return bytes [C, H, W] of each part; raises ValueError if it cannot be decoded."""
         grid, images = self.grid(head), Images()
         outs = [(part, images.blank(head, grid)) for part in range(self.parts)]
         if head.cuts:
@@ -76,8 +75,14 @@ class Picture:
 def pictures_of(
     files: Sequence[bytes], head: ImageInput, sizes: Sequence[Numbers] | None = None
 ) -> list[Picture]:
-    """The images and videos of one prompt, of these numbers or those of their headers; ValueError
-    where one is none, or the model does not read it."""
+    """Return the images and videos of one prompt.
+
+    Args:
+        sizes: numbers of each, as in the index; None = read from the files' headers.
+
+    Raises:
+        ValueError: a file is neither, or the model does not read it.
+    """
     sizes = sizes or [_numbers(file, head) for file in files]
     for size in sizes:
         if reason := head.misfit(*size):
@@ -87,12 +92,12 @@ def pictures_of(
 
 
 def in_order(pictures: Sequence[Picture]) -> Iterator[tuple[Picture, int]]:
-    """Every part of every image."""
+    """Yield every part of every image, as (image, index of the part)."""
     return ((one, part) for one in pictures for part in range(one.parts))
 
 
 def suffix_of(file: bytes) -> str:
-    """The usual suffix of an image or video file; ValueError where it is none."""
+    """Return the usual suffix of an image or video file; raises ValueError if it is neither."""
     return videos.suffix_of(file) if videos.is_video(file) else _header(file).format
 
 

@@ -1,5 +1,7 @@
-"""Prompts as a batch of the model: images and text as the data write them, and the tokens that
-condition an image to be drawn."""
+"""Prompts as a batch of the model: images and text in the data's format, and tokens for drawing.
+
+The latter condition an image to be drawn.
+"""
 
 from __future__ import annotations
 
@@ -30,14 +32,14 @@ from disttrain_cli.spec.places import Places, together
 
 @dataclass(frozen=True)
 class Prompt:
-    """What a model is given: the bytes of image files, a text, or both."""
+    """Input of a model: the bytes of image files, a text, or both."""
 
     text: str = ""
     images: tuple[bytes, ...] = ()
-    #: what it is in tokens, `IMAGE_ROW` for each of the images, or each of their parts; None: the
-    #: images, then the text, as a user's turn where the tokenizer has a chat template
+    #: token ids, with `IMAGE_ROW` for each of the images, or each of their parts; None: the images,
+    #: then the text, as a user's turn where the tokenizer has a chat template
     ids: tuple[int, ...] | None = None
-    #: numbers of the images, where their sizes are not those of their headers (`Head.budgeted`)
+    #: sizes of the images, where they differ from the files' headers (`Head.budgeted`)
     sizes: tuple[Numbers, ...] | None = None
 
 
@@ -46,7 +48,7 @@ class PromptBatch:
     """Prompts of a batch, each the beginning of one sequence."""
 
     batch: Batch
-    lengths: list[int]  # tokens given
+    lengths: list[int]  # tokens of each prompt
 
 
 def batch_of(
@@ -57,8 +59,9 @@ def batch_of(
     room: int = 0,
     draws: bool = False,
 ) -> PromptBatch:
-    """The prompts, with room for `room` tokens after each; with `draws` tokens that condition an
-    image follow it.
+    """Return the prompts as a batch, with room for `room` tokens after each.
+
+    With `draws`, tokens that condition an image follow each prompt.
 
     Raises:
         UsageError: a prompt is longer than the model's sequences.
@@ -135,25 +138,25 @@ def batch_of(
 
 @dataclass(frozen=True)
 class Part:
-    """An item that a prompt brings: an image, or a part of one."""
+    """Item of a prompt: an image, or a part of one."""
 
     picture: Picture
     number: int
     grid: tuple[int, int]
     first: int  # its first token in the prompt
-    places: Places  # of its rows there
+    places: Places  # token positions of its rows
 
 
 @dataclass(frozen=True)
 class Row:
-    """A prompt in tokens, and the parts of its images in their order."""
+    """Token ids of a prompt, and the parts of its images in order."""
 
     ids: list[int] = field(default_factory=list)
     parts: list[Part] = field(default_factory=list)
 
 
 def _written(model: Trained, tokenizer: Tokenizer, prompt: Prompt, draws: bool) -> Row:
-    """A prompt with the placeholders of its images; without them where the model reads none."""
+    """Return a prompt with the placeholders of its images, without them if the model reads none."""
     head = model.inputs.image
     pictures = pictures_of(prompt.images, head, prompt.sizes) if head is not None else []
     parts, begins = in_order(pictures), list[int]()
@@ -178,8 +181,10 @@ def _written(model: Trained, tokenizer: Tokenizer, prompt: Prompt, draws: bool) 
 def _ids(
     tokenizer: Tokenizer, prompt: Prompt, pictures: Sequence[Picture], draws: bool
 ) -> list[int]:
-    """Token ids of a prompt, `IMAGE_ROW` for each part of an image; images are drawn after
-    captions, which no template writes."""
+    """Return the token ids of a prompt, `IMAGE_ROW` for each part of an image.
+
+    Images are drawn after captions, which are not written by a chat template.
+    """
     if prompt.ids is not None:
         return list(prompt.ids)
     around = [picture.around for picture in pictures]

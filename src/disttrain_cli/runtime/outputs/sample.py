@@ -1,4 +1,4 @@
-"""`disttrain sample`: any checkpoint draws and writes what it is asked for."""
+"""`disttrain sample`: images and texts from any checkpoint, for the user's prompts."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ RUN_FILE = "disttrain.yaml"
 
 @dataclass(frozen=True)
 class Wish:
-    """What is asked of a model."""
+    """Request for samples by a user ("wish")."""
 
     prompts: Sequence[str] = ()
-    images: Sequence[Path] = ()  # each is read before every prompt, or alone where there are none
-    count: int | None = None  # images drawn for each; None: one where the model draws
-    tokens: int = 64  # written at most
+    images: Sequence[Path] = ()  # each combined with every prompt, or alone without prompts
+    count: int | None = None  # images drawn per prompt; None: one if the model draws
+    tokens: int = 64  # limit of written tokens
     temperature: float = 0.0
     seed: int = 0
 
@@ -49,15 +49,18 @@ class Wish:
 def sample(
     run: Run, folder: Path, wish: Wish, out: Path | None = None, progress: Progress = silent
 ) -> tuple[Path, Samples]:
-    """Draw and write, into the new folder `out`, else beside the run's own samples; returns the
-    folder too.
+    """Draw and write for a request; return the folder and the samples.
 
-    Text is written after every prompt and image; images are drawn after every prompt, by models
-    that draw.
+    Text is written after every combination of prompt and image; images are drawn after every
+    prompt, by models that draw.
+
+    Args:
+        out: new folder for the samples; None = next to the run's other samples.
 
     Raises:
         UsageError: the model has no encoder for an image, or a prompt is too long for it.
-        DataError: an image cannot be read, or what `samples.judge` needs is not installed.
+        DataError: an image cannot be read, or a package that `samples.judge` needs is not
+            installed.
         MismatchError: the checkpoint is of another model than the run file.
         SpecError: it is damaged, or the folder cannot be written.
     """
@@ -104,11 +107,11 @@ def sample(
 def find(
     given: Path | None, run_file: Path | None = None, settings: Sequence[str] = ()
 ) -> tuple[Run, Path]:
-    """The run and the checkpoint's folder that a user means.
+    """Return the run and the checkpoint's folder that the user named.
 
-    `given` is a checkpoint, or a run file, its folder, or a run's folder, of which the newest
-    checkpoint is meant; with none it is `disttrain.yaml` here. `run_file` is a checkpoint's that
-    lies elsewhere; else it is looked for in the folders above.
+    `given` is a checkpoint, or a run file, its folder, or a run's folder, whose newest checkpoint
+    is used; None means `disttrain.yaml` in the current folder. `run_file` is the run file of a
+    checkpoint elsewhere; else it is searched in the folders above.
 
     Raises:
         SpecError: there is none.
@@ -149,7 +152,7 @@ def _newest(checkpoints: Path, asked: Path) -> Path:
 
 
 def _run_above(folder: Path, settings: Sequence[str]) -> Run:
-    """The run file above a checkpoint that describes its model."""
+    """Return the run file in a folder above a checkpoint that describes its model."""
     model, tried = describe_checkpoint(folder)["model"], []
     for parent in folder.absolute().parents:
         for path in sorted(parent.glob("*.y*ml")):
@@ -181,7 +184,7 @@ def _check_model(run: Run, folder: Path) -> None:
 
 
 def _read_image(path: Path, head: ImageInput | None, llm: str) -> bytes:
-    """An image file that can be decoded."""
+    """Read an image file that can be decoded."""
     if head is None:
         raise UsageError(
             "This model reads no images",
@@ -214,7 +217,7 @@ def _device(run: Run) -> torch.device:
 
 
 def _new_folder(beside: Path) -> Path:
-    """`beside`, or with the first number at its end that is free: nothing is written over."""
+    """Return `beside`, or the first unused path with a number appended: nothing is overwritten."""
     numbered = (
         beside if not number else beside.with_name(f"{beside.name}-{number}")
         for number in range(10**6)

@@ -1,8 +1,7 @@
-"""What the trained model draws and writes, in one process of its own: `images/step-000060/00.png`,
-`samples.json`, …
+"""Samples of a trained model, generated in a separate process: `images/step-000060/00.png`, ….
 
-With several generators each draws the same images, in a folder of its own:
-`images/step-000060/MODULE/00.png`, …
+`samples.json` lists them. Several generators draw the same images, each in its folder:
+`images/step-000060/MODULE/00.png`, ….
 """
 
 from __future__ import annotations
@@ -41,22 +40,22 @@ from disttrain_cli.spec.runfile import Run, read_run
 from disttrain_cli.spec.samples import FILE, Answer, Drawn, Samples, Written
 from disttrain_cli.spec.whole import write_whole
 
-NICE = 10  # priority while training goes on: about a tenth of a core that a rank keeps busy
+NICE = 10  # niceness during training: about a tenth of a core that a rank keeps busy
 MOST_STEPS = 16  # global batches searched for images to generate
-TEXT_TOKENS = 64  # written at most after an image at the end of training
+TEXT_TOKENS = 64  # limit of the text written after an image at the end of training
 TOGETHER = 50  # prompts of a batch
 _OF_TRAINING = (
     "labels",
     "target",
     "weights",
     "dropout",
-)  # fields of the batch that are not asked for
+)  # batch fields that sampling does not need
 
 Images = dict[str, list[NDArray[np.uint8]]]  # by generator, [H, W, C] each
 
 
 def main(payload: dict[str, Any]) -> None:
-    """Do what `samples` of the run file asks for with the checkpoint in `payload["checkpoint"]`."""
+    """Generate the run file's `samples` from the checkpoint in `payload["checkpoint"]`."""
     run, profile = read_run(*payload["run"]), Profile.model_validate(payload["profile"])
     folder, out, spec = Path(payload["checkpoint"]), Path(payload["images"]), run.file.samples
     if (most := payload.get("most")) is not None:
@@ -92,8 +91,10 @@ def main(payload: dict[str, Any]) -> None:
 
 
 def draw(model: Trained, prompts: Sequence[Prompt], seed: int) -> Images:
-    """An image of every generator for each prompt, from noise that depends on the seed and the
-    prompt's place."""
+    """Return an image of every generator for each prompt, from seeded noise.
+
+    The noise depends on the seed and the prompt's index.
+    """
     tokenizer, drawn = checked_tokenizer(model.run, model.inputs), Images()
     for first in range(0, len(prompts), TOGETHER):
         batch = batch_of(model, tokenizer, prompts[first : first + TOGETHER], draws=True).batch
@@ -105,7 +106,7 @@ def draw(model: Trained, prompts: Sequence[Prompt], seed: int) -> Images:
 def write_after(
     model: Trained, prompts: Sequence[Prompt], tokens: int, temperature: float = 0.0, seed: int = 0
 ) -> list[str]:
-    """The text that the model writes after each prompt, of at most `tokens` tokens."""
+    """Return the text that the model writes after each prompt, of at most `tokens` tokens."""
     tokenizer, texts = checked_tokenizer(model.run, model.inputs), list[str]()
     ids = torch.arange(model.inputs.vocabulary, device=model.device)
     special = torch.tensor(
@@ -143,10 +144,9 @@ def save(
     written: Sequence[Written],
     answers: Sequence[Answer] = (),
 ) -> Samples:
-    """Write the images, drawn after the texts and named images that are `given`, and
-    `samples.json`.
+    """Write images, drawn for the texts and named images in `given`, and `samples.json`.
 
-    It has what a judge says of images and texts, if the run has one.
+    The latter contains a judge's scores of images and texts, if the run has one.
     """
     import cv2
 
@@ -180,7 +180,7 @@ def _generated(model: Trained, batch: Batch, seed: int) -> Images:
 
 
 def _draw_as_data_ask(model: Trained, profile: Profile, wanted: int) -> tuple[list[str], Images]:
-    """Images for what the first samples of the data ask for, and the text right before each."""
+    """Return images for the first image targets of the data, and the text right before each."""
     run, tokenizer = model.run, read_tokenizer(model.run)
     units = [
         UnitPlan(
@@ -217,7 +217,7 @@ def _draw_as_data_ask(model: Trained, profile: Profile, wanted: int) -> tuple[li
 
 
 def _texts_before(batch: Batch, tokenizer: Tokenizer, context_tokens: int) -> list[str]:
-    """The text right before the context tokens of each image to be drawn."""
+    """Return the text right before the context tokens of each image to be drawn."""
     rows = batch.of("target").rows
     assert batch.token_ids is not None and rows is not None
     ids, special = (
@@ -234,14 +234,16 @@ def _texts_before(batch: Batch, tokenizer: Tokenizer, context_tokens: int) -> li
 
 
 def _pictures(run: Run, model: Trained) -> Iterator[tuple[bytes, str]]:
-    """Image files of held-out samples, of all where none are held out, each with the first line of
-    the text after."""
+    """Yield image files of held-out samples, each with the first line of the text after it.
+
+    Images of all samples where none are held out.
+    """
     index = read_index(run, model.inputs)
     reader = ShardReader(index, tokenizer := read_tokenizer(run))
     drawn = None if index.drawn is None else held_out(index).chosen
     for row in range(len(index)) if drawn is None else np.flatnonzero(drawn).tolist():
         if index.templated is not None and index.templated[row]:
-            continue  # what follows an image there is a question
+            continue  # there, a question follows the image
         first, last = index.segment_start[row : row + 2].tolist()
         kinds, own = index.kinds[first:last].tolist(), index.own_texts[first:last].tolist()
         texts, image = iter(reader.texts(row)), None
@@ -249,7 +251,7 @@ def _pictures(run: Run, model: Trained) -> Iterator[tuple[bytes, str]]:
             ids = next(texts) if kind == TEXT else None
             if kind == IMAGE:
                 image = int(index.file[segment])
-            elif ids is None or is_own:  # not what stands around an image
+            elif ids is None or is_own:  # not a text around the parts of an image
                 if ids is not None and image is not None:
                     yield reader.file(row, image), tokenizer.decode(ids).partition("\n")[0]
                 image = None

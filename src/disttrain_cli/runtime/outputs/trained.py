@@ -1,4 +1,4 @@
-"""A checkpoint's model in one process, whatever the layout that wrote it."""
+"""Model of a checkpoint in one process, whatever the layout that wrote it."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from disttrain_cli.spec.runfile import Run
 
 @dataclass(frozen=True)
 class Trained:
-    """A model to draw and write with."""
+    """Model for drawing and writing."""
 
     run: Run
     inputs: ModelInputs
     device: torch.device
-    layers: list[PipelineLayer]  # all but a VAE's
-    decoders: dict[str, VaeDecoder | None]  # by generator: of its VAE, if it has one
+    layers: list[PipelineLayer]  # all except those of VAEs
+    decoders: dict[str, VaeDecoder | None]  # by generator: its VAE's decoder, if it has one
 
 
 def load_trained(run: Run, folder: Path, device: torch.device) -> Trained:
-    """The model with a checkpoint's weights, averages of them where it has such.
+    """Return the model with a checkpoint's weights, or their moving averages where it has them.
 
     Raises:
         SpecError: the checkpoint is damaged, or a VAE's weights are.
@@ -62,8 +62,7 @@ def load_trained(run: Run, folder: Path, device: torch.device) -> Trained:
 
 
 def _decoder(run: Run, generator: str, device: torch.device) -> VaeDecoder | None:
-    """The decoder of a generator's VAE, if it has one: from the VAE's folder, or drawn from the
-    seed."""
+    """Return the decoder of a generator's VAE, if any: from the VAE's folder, or from the seed."""
     vae = read_configs(run)[generator].vae
     if vae is None:
         return None

@@ -1,4 +1,4 @@
-"""Exports of runs of a whole published model: one folder like it, or one adapter over it."""
+"""Exports of runs of a complete published model: one folder like it, or one adapter for it."""
 
 from __future__ import annotations
 
@@ -25,8 +25,12 @@ from disttrain_cli.spec.runfile.model import PROJECTORS
 
 
 def generating(folder: Path, base: Path | None = None) -> str:
-    """A command that answers a question about an image with an exported folder; of an adapter, over
-    the folder that it belongs to."""
+    """Return a command that answers a question about an image with an exported folder.
+
+    Args:
+        folder: of the model, or of an adapter.
+        base: folder of the adapter's base model.
+    """
     content = [{"type": "image", "url": "IMAGE.jpg"}, {"type": "text", "text": "What is this?"}]
     asked = f"print(p(text={[{'role': 'user', 'content': content}]!r}, return_full_text=False))"
     code = (
@@ -39,7 +43,7 @@ def generating(folder: Path, base: Path | None = None) -> str:
         " p = pipeline('image-text-to-text', m.merge_and_unload(),"
         f" processor=P.from_pretrained({str(folder)!r})); {asked}"
     )
-    plain = not re.search(r'["$`\\!]', code)  # what double quotes of a shell leave as it is
+    plain = not re.search(r'["$`\\!]', code)  # unchanged inside double quotes of a shell
     return f'python -c "{code}"' if plain else shlex.join(["python", "-c", code])
 
 
@@ -52,13 +56,14 @@ def write_over(
     dtype: torch.dtype,
     to: Path,
 ) -> tuple[Written, str]:
-    """The adapters of a run of a whole published model as one over it; also returns the folder of
-    the model that they belong to: `model.folder`, or one in the new folder.
+    """Write the adapters of a run of a complete published model as one adapter for it.
+
+    Also returns the folder of its base model: `model.folder`, or one in the new folder.
 
     Args:
         stored: LAYER/PARAMETER of all weights of the checkpoint.
-        read: whole tensors of a layer by the paths of its parameters.
-        to: what the new folder will be called.
+        read: returns the global tensors of a layer by the paths of its parameters.
+        to: final path of the new folder.
     """
     configs, layers = read_configs(run), _layers_of(run, published, stored)
     everything = [layer for of_module in layers.values() for layer in of_module]
@@ -93,12 +98,12 @@ def write_published(
     dtype: torch.dtype,
     merge: bool = False,
 ) -> Written:
-    """A run of a whole published model as a folder like it.
+    """Write a run of a complete published model as a folder like it.
 
     Args:
-        merge: add what `model.adapter` has of parts that no layer here has.
+        merge: add the parts of `model.adapter` that no layer of the run has.
         stored: LAYER/PARAMETER of all weights of the checkpoint.
-        read: whole tensors of a layer by the paths of its parameters.
+        read: returns the global tensors of a layer by the paths of its parameters.
     """
     modules, layers = run.file.model.modules, _layers_of(run, published, stored)
     tied = {name: any(layer.tied for layer in of_module) for name, of_module in layers.items()}
@@ -118,7 +123,7 @@ def write_published(
 def _layers_of(
     run: Run, published: PublishedFolder, stored: Container[str]
 ) -> dict[str, list[PipelineLayer]]:
-    """By module of the published model all its layers, without memory for their weights."""
+    """Return all layers of the published model by module, without memory for their weights."""
     layers = {name: module_layers(run, name) for name in published.family.modules}
     for of_module in layers.values():
         untie(of_module, stored)
@@ -126,7 +131,7 @@ def _layers_of(
 
 
 def _tie(published: PublishedFolder, name: str, tied: bool) -> dict[str, bool]:
-    """What to say of an LLM's head where it is not as in the published model."""
+    """Return config fields for an LLM's head where its tying differs from the published model."""
     module = published.family.modules[name]
     if module.kind != "llm" or whole_config(published).tie_word_embeddings == tied:
         return {}

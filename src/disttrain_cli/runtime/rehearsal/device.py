@@ -1,11 +1,10 @@
-"""The clock of an emulated device: an operation takes its time from when the device is free and its
-inputs are there.
+"""Clock of an emulated device: an operation starts once the device is free and its inputs arrived.
 
 As with a GPU, the host starts an operation when the device can begin it, and then does its own work
 (Python, messages, traces) while the device computes: it delays nothing unless it takes longer than
-the operation. What the host sends carries the time at which the device will have finished; whoever
-receives it waits until then, or until it has really come. By how much the host is behind is
-counted, and what of it delays the device. Traces show the device's time, as those of a GPU do.
+the operation. A message carries the time at which the device will have finished; the receiver waits
+until then, or until the message has really arrived. The host's delay is recorded, and the part of
+it that delays the device. Traces show the device's time, as those of a GPU do.
 """
 
 from __future__ import annotations
@@ -16,58 +15,64 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Device:
-    """One process's devices, in lockstep. Times are seconds of the host's monotonic clock."""
+    """Devices of one process, in lockstep. Times are seconds of the host's monotonic clock."""
 
-    time_scale: float  # seconds here per second of the cluster
-    began_s: float = 0.0  # when the step began
-    free_s: float = 0.0  # when the last operation ends
-    ready_s: float = 0.0  # when the inputs of the next one are there
-    due_s: float = 0.0  # when they would be, were no host late
+    time_scale: float  # seconds of this host per second of the cluster
+    began_s: float = 0.0  # start of the step
+    free_s: float = 0.0  # end of the last operation
+    ready_s: float = 0.0  # arrival of the next operation's inputs
+    due_s: float = 0.0  # their arrival without host delays
     stepping: bool = False
-    # by how much the host missed the start of each operation
+    # start delay of each operation by the host
     late_s: list[float] = field(default_factory=list)
 
     def begin(self, at_s: float) -> None:
-        """Start a step with a device that is idle until then."""
+        """Start a step with a device that is idle until `at_s`."""
         self.began_s = self.free_s = at_s
         self.ready_s, self.due_s, self.stepping = 0.0, 0.0, True
 
     def end(self) -> None:
-        """End the step when the device has; until the next one only the host's time counts."""
+        """End the step when the device has finished; until the next one only host time counts."""
         sleep_until(self.free_s)
         self.stepping = False
 
     @property
     def next_s(self) -> float:
-        """When the next operation can begin, for all that is known so far."""
+        """Earliest start of the next operation, by the inputs known so far."""
         return max(self.free_s, self.ready_s)
 
     @property
     def now_s(self) -> float:
-        """Where the device stands in a step; the host's time between steps."""
+        """Time of the device in a step; the host's time between steps."""
         return self.next_s if self.stepping else time.monotonic()
 
     @property
     def delayed_s(self) -> float:
-        """By how much late hosts put off the next operation, in seconds of the cluster."""
+        """Delay of the next operation by late hosts, in seconds of the cluster."""
         return (self.next_s - max(self.free_s, self.due_s)) / self.time_scale
 
     def arrive(self, at_s: float, late_s: float = 0.0) -> None:
-        """An input of the next operation is there at a time, or so much later because its host is
-        late."""
+        """Register the arrival of an input of the next operation.
+
+        Args:
+            at_s: arrival without host delay.
+            late_s: delay of the arrival by a late host.
+        """
         self.ready_s = max(self.ready_s, at_s + late_s)
         self.due_s = max(self.due_s, at_s)
 
     def run(self, seconds: float) -> None:
-        """One operation of so many of the cluster's seconds; returns when it begins."""
+        """Execute an operation of some seconds of the cluster; block until it starts."""
         begin_s = self.next_s
         sleep_until(begin_s)
         self.late_s.append(time.monotonic() - begin_s)
         self.enqueue(seconds)
 
     def enqueue(self, seconds: float) -> None:
-        """The same for what the host gives the device ahead of time, as at the end of a step;
-        returns at once."""
+        """Queue an operation that the host issues ahead of time, as at the end of a step.
+
+        Unlike `run`, return at once.
+        """
         self.free_s = self.next_s + seconds * self.time_scale
         self.ready_s = self.due_s = 0.0
 

@@ -1,5 +1,4 @@
-"""The emulated cluster of a rehearsal: its devices, faults and clock stay what they are, whichever
-plans its starts run."""
+"""Emulated cluster of a rehearsal: devices, faults and clock that persist over starts and plans."""
 
 from __future__ import annotations
 
@@ -33,24 +32,24 @@ class Emulation:
 
     plan: Plan
     setting: Setting
-    first: int  # step
-    faults: list[FaultSpec]  # in terms of the plan
-    known: dict[int, Assignment]  # what `best` decides for its steps
-    devices: list[list[int]]  # by process, those of nodes that are lost first
-    dies: dict[int, int]  # by process whose node is lost, the first step that it does not end
+    first: int  # first step
+    faults: list[FaultSpec]  # with the plan's coordinates
+    known: dict[int, Assignment]  # orders of its steps by the policy `best`
+    devices: list[list[int]]  # by process; devices of lost nodes come first
+    dies: dict[int, int]  # first step that it does not finish, by process on a lost node
 
     def rank_of(self, process: int) -> int:
-        """The rank for which a process stands; where it stands for several, the first of them."""
+        """Return the rank that a process stands for, or the first of several."""
         return self.plan.plan.devices.index(self.devices[process][0])
 
 
 @dataclass
 class EmulatedCluster:
-    """What is emulated, and the starts so far.
+    """Emulated cluster, and the starts so far.
 
     Args:
-        first: the plan that the rehearsal begins with.
-        steps: the last step.
+        first: plan of the rehearsal's first start.
+        steps: total number of steps.
     """
 
     run: Run
@@ -65,7 +64,7 @@ class EmulatedCluster:
         self.time_scale = setting_of(self.run.file, self.first, self.profile).time_scale
 
     def start(self, plan: Plan, first: int, reached: int) -> Emulation:
-        """A start of a plan from step `first`; some start has `reached` a step."""
+        """Return a start of a plan from step `first`; `reached` is the first step not yet done."""
         file, llm = self.run.file, self.profile.inputs.llm
         setting = replace(setting_of(file, plan, self.profile), time_scale=self.time_scale)
         gone = {lost.node for lost in file.rehearse.lost}
@@ -101,7 +100,7 @@ class EmulatedCluster:
         return self.starts[-1]
 
     def payload(self, start: Emulation) -> dict[str, Any]:
-        """What the processes of a start must know, besides what all starts tell."""
+        """Return the payload of a start's processes, apart from fields common to all starts."""
         return {
             "run": self.run.source,
             "plan": start.plan.model_dump(mode="json"),
@@ -119,7 +118,7 @@ class EmulatedCluster:
         }
 
     def rehearsed(self, start: Emulation) -> Rehearsed:
-        """What the analysis must know of it."""
+        """Return the description of a start for the analysis."""
         spec = self.run.file.rehearse
         return Rehearsed(
             processes=start.setting.processes,
@@ -131,7 +130,7 @@ class EmulatedCluster:
         )
 
     def simulated(self, steps: Sequence[int]) -> list[dict[str, Any]]:
-        """Of steps in order, the simulator's time, and what was predicted of their plan."""
+        """Return the simulator's time of consecutive steps, with the prediction for their plan."""
         ran = {step: start for start in self.starts for step in range(start.first, self.steps)}
         return [
             row | {"predicted_iteration_s": start.plan.predicted.iteration_s}
@@ -151,7 +150,7 @@ class EmulatedCluster:
 
 
 def _devices_of(layout: Layout, llm: str, setting: Setting) -> list[list[int]]:
-    """By process, the devices for which it stands."""
+    """Return the devices that each process stands for."""
     of_process: dict[int, list[int]] = {}
     processes = stage_graph(joined_layout(layout, setting.shares), llm).stages
     for joined, whole in zip(processes, stage_graph(layout, llm).stages, strict=True):
@@ -168,10 +167,10 @@ def _devices_of(layout: Layout, llm: str, setting: Setting) -> list[list[int]]:
 def found_orders(
     run: Run, layout: Layout, profile: Profile, index: Index, steps: range
 ) -> dict[int, Assignment]:
-    """What the policy `best` decides for the steps, once for all processes: they share few cores.
+    """Return the orders of the policy `best` for the steps, computed once for all processes.
 
-    As every process of a cluster does by itself while the step before runs. Other policies take no
-    time.
+    The processes share few cores. In a cluster, every process computes them during the previous
+    step. Other policies take no time.
     """
     if run.file.train.ordering_on(profile.device.kind) != "best":
         return {}
@@ -189,8 +188,10 @@ def simulated(
     known: Mapping[int, Assignment],
     faults: Sequence[FaultSpec],
 ) -> list[dict[str, Any]]:
-    """The simulator's time for these very steps: the same orders, processes, data and faults,
-    without noise."""
+    """Return the simulator's times for exactly these steps.
+
+    With the same orders, processes, data and faults, without noise.
+    """
     stages, orders, pipelines = (
         stages_of(profile, layout),
         Orders(run.file, layout, index, profile, known),

@@ -1,5 +1,4 @@
-"""The engine on emulated devices: reduction and optimizer step take the profile's time, traces name
-every replica."""
+"""Engine on emulated devices: profiled reduction and optimizer times, traces of all replicas."""
 
 from __future__ import annotations
 
@@ -21,21 +20,20 @@ from disttrain_cli.runtime.rehearsal.feeding import Feeder, StepWork
 from disttrain_cli.runtime.watching.tracing import Tracer
 from disttrain_cli.spec.trace import FORWARD, WEIGHTS
 
-#: Between the last host that is ready and the step, so that all hosts have given their devices the
-#: first operation.
+#: Margin between the last ready host and the step, for all hosts to issue the first operation.
 MARGIN_S = 0.1
 
 
 class NodeTracer(Tracer):
-    """The traces of all replicas that a process stands for; what the process does, all of them do.
+    """Traces of all replicas that a process stands for, which run in lockstep.
 
     Args:
-        tracers: those of every replica, one after the other: of its first rank or, where a rank of
-            a CP group is slow, of every CP rank.
-        waited: of a step, by tracer, the share of passes in which its rank waits for others of its
-            CP group; None where one rank of a replica is recorded.
-        ranks: by process, the rank that it stands for; -1 where there are several.
-        device: what the process emulates.
+        tracers: of every replica, one after the other: of its first rank or, where a rank of a CP
+            group is slow, of every CP rank.
+        waited: returns for a step, by tracer, the share of passes in which its rank waits for
+            others of its CP group; None where one rank of a replica is recorded.
+        ranks: the rank that each process stands for; -1 where there are several.
+        device: the emulated device.
     """
 
     def __init__(
@@ -49,7 +47,7 @@ class NodeTracer(Tracer):
         self._waited = waited
 
     def exchanged(self, number: int, operation: str, length_ns: int) -> dict[str, int]:
-        """Column `exchange_ns` of a pass of one of the tracers."""
+        """Return the column `exchange_ns` of a pass of one of the tracers."""
         if self._waited is None or operation == "weights":
             return {}
         return {"exchange_ns": round(self._waited(self.step)[number] * length_ns)}
@@ -84,19 +82,18 @@ class NodeTracer(Tracer):
 
 
 class EmulatedEngine(UnitEngine):
-    """An engine whose rank stands for several replicas of its stage in lockstep."""
+    """Engine whose rank stands for several replicas of its stage in lockstep."""
 
     clock: Device
     feeder: Feeder
     reduce_s: float
     optimizer_s: float
-    # where messages run behind passes, instead of the two before (`costs.overlap`)
+    # instead of `reduce_s`, `optimizer_s` where messages overlap with passes (`costs.overlap`)
     reducing: Hidden | None
     gathering: Hidden | None
 
     def get_ready(self) -> None:
-        """Agree on when the step begins: all devices begin together, once every host has got
-        here."""
+        """Agree on the start of the step: all devices begin together, once every host is ready."""
         latest = torch.tensor([time.monotonic()], dtype=torch.float64)
         dist.all_reduce(latest, op=dist.ReduceOp.MAX)
         self.clock.begin(float(latest) + MARGIN_S)
@@ -107,10 +104,10 @@ class EmulatedEngine(UnitEngine):
         fetch: Callable[[int], Batch],
         told: Callable[[], Sequence[float]] = tuple,
     ) -> None:
-        """One optimizer step.
+        """Execute one optimizer step.
 
-        Where the step before gathers weights behind the first forward, that begins so late that it
-        need not wait inside.
+        Where the previous step's weights are gathered during the first forward, that forward starts
+        late enough that it need not wait inside.
         """
         if self.gathering is not None:
             start = self.tracer.mark()
@@ -119,12 +116,12 @@ class EmulatedEngine(UnitEngine):
             self.clock.enqueue(float(self.gathering.left_s(first_s).max()))
             self.tracer.record("wait", start)
         super().run_step(order, fetch, told)
-        if self.gathering is None:  # the step is over when the last optimizer has stepped
+        if self.gathering is None:  # the step ends with the last optimizer step
             self._together(None, 0.0)
         self.clock.end()
 
     def _compute_weights(self, slots: range) -> None:
-        """Slot by slot, which takes as long as in turns."""
+        """Compute weight gradients slot by slot, which takes as long as layer by layer."""
         for slot in slots:
             timed = self._timed("weights", slot)
             waits = self.feeder.work(self.order.step).waits[slot]
@@ -142,8 +139,7 @@ class EmulatedEngine(UnitEngine):
             self._reduce_behind(self.reducing, replicas)
 
     def _reduce_behind(self, messages: Hidden, replicas: dist.ProcessGroup) -> None:
-        """Bucket by bucket from the last one on, each as soon as all replicas have its
-        gradients."""
+        """Reduce buckets from the last one on, each once all replicas have its gradients."""
         last = last_slots(len(self.order.slots), self.coords.stage.weight_delay)
         last_s = _pass_s(self.feeder.work(self.order.step), int(messages.operation[0]), last)
         scale, before = self.clock.time_scale, messages.before[:, 0]
@@ -161,22 +157,24 @@ class EmulatedEngine(UnitEngine):
         self._together(None, self.optimizer_s if self.gathering is None else 0.0)
 
     def _together(self, group: dist.ProcessGroup | None, seconds: float) -> None:
-        """What a group begins together, when the last of its devices is free; None is all of
-        them."""
+        """Execute an operation that a group starts together once all its devices are free.
+
+        `group` None means all ranks.
+        """
         latest = torch.tensor([self.clock.free_s], dtype=torch.float64)
         dist.all_reduce(latest, op=dist.ReduceOp.MAX, group=group)
         self.clock.arrive(float(latest))
         self.clock.enqueue(seconds)
 
     def _timed(self, operation: str, slot: int) -> Callable[[str], Callable[[], None]]:
-        """Record one trace row per module and replica, each with the replica's own time."""
+        """Return a function that records a trace row per module and replica, with its own time."""
         node = self.tracer
         assert isinstance(node, NodeTracer)
         tracers, work = node.tracers, self.feeder.work(self.order.step)
         items, current = self.feeder.items(self.order.step, slot), work.order.slots[slot]
         unit = self.feeder.stage.unit
         each = len(tracers) // len(items)  # ranks of a replica
-        starts: list[int] = []  # of the next module, by tracer
+        starts: list[int] = []  # start of the next module, by tracer
 
         def before(module: str) -> Callable[[], None]:
             if not starts:
@@ -208,5 +206,5 @@ class EmulatedEngine(UnitEngine):
 
 
 def _pass_s(work: StepWork, operation: int, slots: range) -> float:
-    """Seconds of a pass (its place in `COMPUTE`) over some slots."""
+    """Return the seconds of a pass (its index in `COMPUTE`) over some slots."""
     return sum(times[operation] for slot in slots for times in work.waits[slot].values())

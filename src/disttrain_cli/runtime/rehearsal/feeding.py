@@ -1,9 +1,8 @@
-"""What a process does in every slot, and when its data are there: the rehearsal's place of the
-loader.
+"""Work of a process in every slot, and arrival of its data: replaces the loader in a rehearsal.
 
-The order of a step is the run's own, computed before the step begins: many processes share few
-cores, and between steps the devices' clocks stand still. Times come from the cost models at the
-work of every replica. Nothing is decoded: preprocessing cores take the profile's time per image and
+The order of a step is the run's, computed before the step begins: many processes share few cores,
+and between steps the devices' clocks stand still. Times come from the cost models at the work of
+every replica. Nothing is decoded: preprocessing cores take the profile's time per image and
 sequence, one slot after the other, and no more than `preprocess.prefetch_slots` ahead, as
 `data.loader` does.
 """
@@ -41,7 +40,7 @@ Floats = NDArray[np.float64]
 
 
 def rehearsed_index(run: Run, inputs: ModelInputs) -> Index:
-    """Sizes of the data that are rehearsed: the run's own, or those of `rehearse.distribution`.
+    """Return the index of the rehearsed data: the run's, or that of `rehearse.distribution`.
 
     Raises:
         DataError, MismatchError: the run's index cannot be read, or its data changed.
@@ -60,20 +59,20 @@ def rehearsed_index(run: Run, inputs: ModelInputs) -> Index:
 
 @dataclass(frozen=True)
 class StepWork:
-    """A step as one process sees it; k replicas are its own."""
+    """Work of one process, which stands for k replicas, in a step of n slots."""
 
-    order: StepOrder  # of the plan's layout
-    joined: StepOrder  # of the processes
+    order: StepOrder  # for the plan's layout
+    joined: StepOrder  # for the processes
     batch: Packing
-    # operation of `COMPUTE` → by module [n, k], faults and noise included
+    # by operation of `COMPUTE` and module: [n, k], faults and noise included
     seconds: dict[str, dict[str, Floats]]
     # by slot and module: forward and backward of the slowest replica
     waits: list[dict[str, tuple[float, ...]]]
-    prepare_s: Floats  # [n] until the slot's data are prepared, from when the cores begin with it
+    prepare_s: Floats  # [n] preparation time of a slot's data
 
 
 class Feeder:
-    """The steps' work of one process."""
+    """Per-step work of one process."""
 
     def __init__(
         self,
@@ -91,34 +90,34 @@ class Feeder:
         self._orders = orders
         self._steps: dict[int, StepWork] = {}
         self._prepared_s = 0.0
-        # when the last slots were
+        # request times of the last slots
         self._asked_s: deque[float] = deque(maxlen=run.preprocess.prefetch_slots + 1)
 
     def work(self, step: int) -> StepWork:
-        """A step's work; the last one is remembered."""
+        """Return a step's work; that of the last step is cached."""
         if step not in self._steps:
             self._steps = {step: self._prepare(step)}
         return self._steps[step]
 
     def order(self, step: int) -> StepOrder:
-        """What every process of every unit does in a step."""
+        """Return the work of every process of every unit in a step."""
         return self.work(step).joined
 
     def batch(self, step: int) -> Packing:
-        """A step's global batch, in the order of the data."""
+        """Return a step's global batch, in the order of the data."""
         return self.work(step).batch
 
     def items(self, step: int, slot: int) -> list[ReplicaItems]:
-        """What each of the process's replicas works on in a slot."""
+        """Return the items of each of the process's replicas in a slot."""
         of_unit = self.work(step).order.slots[slot].replicas[self._coords.unit.name]
         return [of_unit[replica] for replica in self.replicas]
 
     def fetch(self, step: int, number: int) -> EmulatedBatch:
-        """Wait until a slot's data are there."""
+        """Delay the device until a slot's data are prepared, and return them."""
         work, asked_s = self.work(step), self._device.next_s
         if self._asked_s:
             self._asked_s.append(asked_s)
-        else:  # the cores know of the first slots when the first step begins
+        else:  # the cores start on the first slots when the first step begins
             self._prepared_s = self._device.began_s
             self._asked_s.extend([self._prepared_s] * (self._run.preprocess.prefetch_slots + 1))
         self._prepared_s = (
@@ -183,14 +182,14 @@ class Feeder:
         return replica_ms(part_ms, loads[cost.module], len(self.replicas)) / 1e3
 
     def pause_s(self, step: int, slot: int, part: str) -> float:
-        """Seconds for which a busy host holds up an operation of a slot."""
+        """Return the seconds for which a busy host delays an operation of a slot."""
         longest_s = sum(
             times[COMPUTE.index(part)] for times in self.work(step).waits[slot].values()
         )
         return longest_s * float(self._slowdown("host", step).max() - 1.0)
 
     def _slowdown(self, what: str, step: int) -> Floats:
-        """[k] times as long in a step because of faults; "stage" includes slow ranks."""
+        """Return [k] factors by which faults lengthen a step; "stage" includes slow ranks."""
         kinds = ("stage", "rank") if what == "stage" else (what,)
         faults, place = begun(self._run.rehearse.faults, step), self._coords
         return np.array(
@@ -205,6 +204,6 @@ class Feeder:
 
 
 def _noise(run: RunFile, step: int, rank: int, shape: tuple[int, ...]) -> Floats:
-    """Factors around 1, the same whenever the step is rehearsed again."""
+    """Return random factors around 1, the same whenever the step is rehearsed again."""
     random = np.random.default_rng([run.train.seed, step, rank])
     return np.maximum(0.1, 1.0 + run.rehearse.noise * random.standard_normal(shape))

@@ -1,5 +1,4 @@
-"""Replicas joined into processes: the layout, and the order of a step, as the processes of a
-rehearsal see them.
+"""Joining of replicas into processes: layout and orders for the processes of a rehearsal.
 
 A process takes the items of all its replicas, and for every slot the time of the slowest of them:
 its devices run in lockstep, which `simulation.grouping` simulates too.
@@ -17,12 +16,12 @@ from disttrain_cli.data.slots import ReplicaItems, StepOrder
 from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.stage_graph import StageGraph
 
-#: By unit name, how many neighbouring replicas each process of its stages stands for.
+#: Number of neighbouring replicas that each process of a unit's stages stands for, by unit name.
 Shares = Mapping[str, Sequence[int]]
 
 
 def joined_layout(layout: Layout, shares: Shares) -> Layout:
-    """The layout with a unit's processes as its replicas; a process stands for whole TP groups."""
+    """Return the layout with a unit's processes as its replicas; a process has whole TP groups."""
     units = [
         unit.model_copy(
             update={
@@ -39,14 +38,13 @@ def joined_layout(layout: Layout, shares: Shares) -> Layout:
 
 
 def replicas_of(shares: Sequence[int], process: int) -> range:
-    """The replicas that a process of a unit's stages stands for."""
+    """Return the replicas that a process of a unit's stages stands for."""
     first = sum(shares[:process])
     return range(first, first + shares[process])
 
 
 def ranks_of(processes: StageGraph, whole: StageGraph, shares: Shares) -> dict[int, int]:
-    """By process, the (first) rank of the replica that it stands for; -1 where there are several
-    replicas."""
+    """Return the first rank of each process' replica; -1 for a process of several replicas."""
     ranks = {}
     for stage, stage_of in zip(processes.stages, whole.stages, strict=True):
         for number, rank in enumerate(stage.ranks):
@@ -56,7 +54,7 @@ def ranks_of(processes: StageGraph, whole: StageGraph, shares: Shares) -> dict[i
 
 
 def joined_order(order: StepOrder, shares: Shares) -> StepOrder:
-    """The order with the items of each process's replicas put together."""
+    """Return the order with the items of each process's replicas concatenated."""
     return replace(
         order,
         slots=[

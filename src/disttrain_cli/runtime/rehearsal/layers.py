@@ -1,9 +1,9 @@
-"""Emulated layers: those of the model with one number for their weights, and a wait for their
-computation.
+"""Emulated layers: the model's layers with one number as weights, and a wait as computation.
 
-They read and write the rows that the real layers do, so routes, cuts, schedules and the order of
-backwards are the model's own. A row holds one number, or as many as in the model where messages are
-of real size. Layers of one module on a stage wait together: nothing can be seen between them.
+They read and write the same rows as the real layers, so that routes, cuts, schedules and the order
+of backwards are the model's. A row holds one number, or as many as in the model where messages have
+their real size. Layers of one module on a stage wait together, as nothing is observable between
+them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from disttrain_cli.runtime.rehearsal.device import Device
 
 @dataclass(frozen=True)
 class EmulatedBatch(Batch):
-    """What the layers of a stage need of a slot."""
+    """Input of a stage's emulated layers in a slot."""
 
     # rows of a state tensor on this process
     rows: Callable[[TensorSpec], int] = field(default=lambda spec: 0)
@@ -31,7 +31,7 @@ class EmulatedBatch(Batch):
 
 
 class EmulatedLayer(PipelineLayer):
-    """What is kept of one layer: its name and a number, for the optimizer and checkpoints."""
+    """Name and one number of a layer, for the optimizer and checkpoints."""
 
     def __init__(self, info: LayerInfo) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class EmulatedLayer(PipelineLayer):
 
 
 class EmulatedModule(PipelineLayer):
-    """The layers of one module on a stage, computing by waiting."""
+    """Layers of one module on a stage, which compute by waiting."""
 
     def __init__(
         self,
@@ -59,11 +59,11 @@ class EmulatedModule(PipelineLayer):
         self.writes = message_specs([written[name] for name in exit_ if name in written], scaled)
         self._losses = [LOSS_PREFIX + layer.loss for layer in layers if layer.loss is not None]
         self._device, self._dtype = device, dtype
-        # backwards come also where nothing is received
+        # makes outputs differentiable where no input is received
         self._trained = torch.zeros(1, requires_grad=True)
 
     def forward(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
-        """Wait for the forward's time; the backward through what it returns waits for its own."""
+        """Wait for the forward's time; the backward through the result waits for its time."""
         assert isinstance(batch, EmulatedBatch)
         shapes = [(batch.rows(spec), *spec.shape) for spec in self.writes] + [()] * len(
             self._losses
@@ -82,7 +82,7 @@ class EmulatedModule(PipelineLayer):
 
 
 def message_specs(specs: Sequence[TensorSpec], scaled: bool) -> tuple[TensorSpec, ...]:
-    """State tensors as they are in a rehearsal."""
+    """Return the specs of state tensors in a rehearsal."""
     return tuple(replace(spec, shape=(1,)) for spec in specs) if scaled else tuple(specs)
 
 

@@ -1,5 +1,4 @@
-"""The launcher's side of a rehearsal: it starts the processes, and simulates the very steps that
-they ran."""
+"""Launcher of a rehearsal: starts the processes, and simulates the same steps that they ran."""
 
 from __future__ import annotations
 
@@ -42,7 +41,7 @@ from disttrain_cli.spec.runfile import Run
 
 
 class Late(BaseModel):
-    """By how much the host was behind the starts of emulated operations, in its own ms."""
+    """Start delays of emulated operations by the host, in ms of the host's clock."""
 
     mean: float
     p99: float
@@ -50,7 +49,7 @@ class Late(BaseModel):
 
 
 class RehearsalResult(BaseModel):
-    """What `train --rehearse --json` prints, besides the operations compared."""
+    """Output of `train --rehearse --json`, apart from the comparison of operations."""
 
     run_dir: str
     processes: int
@@ -70,9 +69,9 @@ class RehearsalResult(BaseModel):
     checkpoint: str
     trace: str
     resumed_from_step: int | None
-    restarts: list[str] = []  # why processes were started again
-    replans: list[Replanned] = []  # those of them that went on with another plan
-    stopped_by: str | None = None  # which of `watch.REASONS` ended it before its last step
+    restarts: list[str] = []  # reasons for restarts
+    replans: list[Replanned] = []  # the restarts with another plan
+    stopped_by: str | None = None  # the one of `watch.REASONS` that ended it before its last step
 
 
 def rehearse(
@@ -87,15 +86,18 @@ def rehearse(
     progress: Progress = silent,
     replanner: Replanner | None = None,
 ) -> RehearsalResult:
-    """Rehearse the plan for some steps (the run file's `rehearse.steps`, if not given) in
-    `runs/NAME/rehearsal/`.
+    """Rehearse the plan in `runs/NAME/rehearsal/`.
 
-    The plan must have been checked against the run and profile (`planning.check`). Faults are where
-    it has them, also where the rehearsal goes on with another one (`now`). Stopping and
-    starting again are as in training; emulated devices are always as fast as `profile` says.
+    The plan must have been checked against the run and profile (`planning.check`). Stopping and
+    restarting work as in training; emulated devices always have the speed of `profile`.
+
+    Args:
+        plan: determines the location of faults, even if the rehearsal runs another plan.
+        now: plan to run; None = `plan`.
+        steps: None = the run file's `rehearse.steps`.
 
     Raises:
-        SpecError: a fault names a place that the plan lacks, or there is nothing to resume from.
+        SpecError: a fault names a location that the plan lacks, or there is nothing to resume from.
         MismatchError: the dataset or the checkpoint is not the one of the profile.
         RankFailedError: a process failed.
     """
@@ -104,7 +106,7 @@ def rehearse(
     index = _checked_index(run, profile)
     cluster = EmulatedCluster(run, profile, index, plan, total)
     rows: list[dict[str, Any]] = []
-    names: list[str] = []  # of starts that ended well
+    names: list[str] = []  # of successful starts
 
     def take(step: dict[str, Any]) -> None:
         rows.append(step)
@@ -169,12 +171,12 @@ def rehearse(
 
 
 def _reached(rows: list[dict[str, Any]]) -> int:
-    """The first step that no start has ended."""
+    """Return the first step that no start has finished."""
     return max((row["step"] + 1 for row in rows), default=0)
 
 
 def _step(row: dict[str, Any]) -> dict[str, Any]:
-    """A step as it was reported, without what an emulated model has none of."""
+    """Return a reported step without the fields that an emulated model lacks."""
     return {key: value for key, value in row.items() if key not in ("loss", "losses", "grad_norm")}
 
 
@@ -186,7 +188,7 @@ def _checked_index(run: Run, profile: Profile) -> Index:
 
 
 def _host(folder: RunDir, name: str) -> dict[str, Any]:
-    """What the processes say of the emulation itself."""
+    """Return the processes' measurements of the emulation itself."""
     told = [
         json.loads(path.read_text())
         for path in sorted(Path(folder.logs).glob(f"{name}-host-*.json"))

@@ -1,5 +1,4 @@
-"""How a plan is rehearsed on this machine: how many processes, for which replicas, and how fast. No
-torch."""
+"""Settings of a rehearsal on this machine: processes, their replicas, and time scale. No torch."""
 
 from __future__ import annotations
 
@@ -14,24 +13,24 @@ from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.runfile import RunFile
 
 MOST_PROCESSES = 24
-#: Time of a core that a process takes for a slot's forward and backward (`benchmarks/rehearsal.py
-#: overhead`), the share of the cores that may be busy, and seconds that a step takes here at
-#: least: all processes end one at the same time.
+#: Core seconds of a process for a slot's forward and backward (`benchmarks/rehearsal.py
+#: overhead`), the share of the cores that may be busy, and the minimum duration of a step on this
+#: host: all processes end a step at the same time.
 SLOT_CPU_S, BUSY, LEAST_STEP_S = 0.012, 0.35, 6.0
 
 
 @dataclass(frozen=True)
 class Setting:
-    """How a plan is rehearsed."""
+    """Processes and time scale of a rehearsal."""
 
     gpus_per_process: int
-    shares: dict[str, list[int]]  # by unit, replicas of each process of one of its stages
+    shares: dict[str, list[int]]  # replicas of each process of a stage, by unit
     processes: int
     time_scale: float
 
 
 def setting_of(run: RunFile, plan: Plan, profile: Profile) -> Setting:
-    """The processes and the time scale of a rehearsal."""
+    """Return the processes and the time scale of a rehearsal."""
     spec, layout = run.rehearse, plan.plan
     per_process = (
         finest(layout, run.cluster.gpus_per_node, MOST_PROCESSES)
@@ -49,8 +48,10 @@ def setting_of(run: RunFile, plan: Plan, profile: Profile) -> Setting:
 
 
 def _prepared_s(run: RunFile, layout: Layout, profile: Profile) -> float:
-    """Seconds in which the workers of any replica prepare its data of a step: no step of many is
-    shorter."""
+    """Return the longest time for a replica's workers to prepare a step's data.
+
+    In a long run no step is shorter on average.
+    """
 
     def one_s(module: str) -> float:
         return profile.modules[module].work_per_sequence.items * item_s(profile, module)
@@ -65,6 +66,6 @@ def _prepared_s(run: RunFile, layout: Layout, profile: Profile) -> float:
 
 
 def _time_scale(layout: Layout, processes: int, iteration_s: float) -> float:
-    """Seconds here per second of the cluster, so that the host keeps up."""
+    """Return seconds on this host per second of the cluster that let the host keep up."""
     busy_s = processes * layout.microbatches * SLOT_CPU_S / (os.cpu_count() or 1)
     return float(f"{max(busy_s / BUSY, LEAST_STEP_S) / iteration_s:.2g}")

@@ -1,8 +1,7 @@
-"""Emulated links: real messages between the processes, which count as arrived when the profile's
-links say so.
+"""Emulated links: real messages, which count as arrived after the profile's transfer time.
 
-Every message carries the time at which its device had finished; it arrives that much and the link's
-time later, or when it has really arrived, where that is later still.
+Every message carries the time at which its device had finished; it arrives the link's time after
+that, or when it has really arrived, whichever is later.
 """
 
 from __future__ import annotations
@@ -24,17 +23,17 @@ from disttrain_cli.runtime.units.broker import Broker
 
 @dataclass(kw_only=True)
 class EmulatedBroker(Broker):
-    """A broker whose links take `transfer_s` of the cluster's seconds per slot, as they are now."""
+    """Broker whose links take `transfer_s()` seconds of the cluster per slot."""
 
     clock: Device
     transfer_s: Callable[[], float]
-    full: Mapping[str, TensorSpec]  # as the model has them, by name: what the trace says was sent
+    full: Mapping[str, TensorSpec]  # the model's tensors by name, whose size the trace records
 
     def expect(self, slots: Sequence[Slot]) -> None:
-        """Nothing is received ahead: the time of arrival follows the rows of its slot."""
+        """Do nothing: receives are not posted ahead, as arrivals depend on the rows of a slot."""
 
     def send(self, slot: Slot, tensors: dict[str, Tensor]) -> tuple[int, int]:
-        """Start sending; returns (bytes of the model's own tensors, the peer's rank)."""
+        """Start sending; return (bytes of the model's own tensors, the peer's rank)."""
         _, peer = super().send(slot, tensors)
         stamp = torch.tensor([self.clock.free_s], dtype=torch.float64)
         for rank in self._peers(slot, self.sends):
@@ -42,7 +41,7 @@ class EmulatedBroker(Broker):
         return self._full_bytes(slot, self.sends), peer
 
     def receive(self, slot: Slot) -> tuple[dict[str, Tensor], int, int]:
-        """Wait for the rows and for the time at which they arrive."""
+        """Wait for the rows and for their time of arrival."""
         called_s = time.monotonic()
         tensors, _, peer = super().receive(slot)
         stamps = [
@@ -59,7 +58,7 @@ class EmulatedBroker(Broker):
         return tensors, self._full_bytes(slot, self.receives), peer
 
     def _peers(self, slot: Slot, specs: Sequence[TensorSpec]) -> list[int]:
-        """Ranks with which any row of these tensors is exchanged."""
+        """Return the ranks with which any row of these tensors is exchanged."""
         replicas = {route.replica for spec in specs for route in self._routes(slot, spec)}
         return [self.neighbour.rank(replica) for replica in sorted(replicas)]
 

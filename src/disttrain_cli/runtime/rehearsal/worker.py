@@ -1,9 +1,9 @@
-"""One process of a rehearsal: it builds its emulated stage, joins the others, and runs the steps.
+"""Process of a rehearsal: builds its emulated stage, joins the others, and runs the steps.
 
 Called by `launch` with the payload that `rehearse.py` writes: that of training, and `shares`
-(replicas per process, by unit), `assignments` (of steps, found beforehand), `gpus_per_node`,
-`time_scale`, `began_ns` (monotonic clock), `faults` (of this layout), `dies` (by process whose node
-is lost, the first step that it does not end).
+(replicas per process, by unit), `assignments` (of steps, computed in advance), `gpus_per_node`,
+`time_scale`, `began_ns` (monotonic clock), `faults` (for this layout), `dies` (first step that a
+process on a lost node does not finish).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from disttrain_cli.spec.whole import write_whole
 
 
 def before_fork(payload: dict[str, Any]) -> None:
-    """Import the model's classes and build its table once for all processes."""
+    """Import the model's classes and build its layer table once for all processes."""
     layer_table(read_run(*payload["run"]))
 
 
@@ -179,7 +179,7 @@ def main(payload: dict[str, Any]) -> None:
 
 
 def with_faults(run: Run, faults: list[dict[str, Any]]) -> Run:
-    """The run with these faults instead of its file's."""
+    """Return the run with these faults in place of its file's."""
     found = [FaultSpec.model_validate(fault) for fault in faults]
     spec = run.file.rehearse.model_copy(update={"faults": found})
     return run.model_copy(update={"file": run.file.model_copy(update={"rehearse": spec})})
@@ -188,11 +188,11 @@ def with_faults(run: Run, faults: list[dict[str, Any]]) -> Run:
 def recorded_ranks(
     stage: Stage, replicas: Iterable[int], faults: Sequence[FaultSpec]
 ) -> tuple[list[RankCoords], Callable[[int], list[float]] | None]:
-    """The ranks of a stage's replicas that have a trace and, of a step, the share of its passes in
-    which each waits for its CP group.
+    """Return the traced ranks of a stage's replicas, and their waits for CP groups.
 
-    Those are the first of each replica or, where a CP rank of the unit is slow, all CP ranks; no
-    share is told of the former.
+    Traced are the first rank of each replica or, where a CP rank of the unit is slow, all CP ranks.
+    In the latter case the second value is a function of a step that returns, by rank, the share of
+    its passes in which it waits for its CP group; else it is None.
     """
     unit = stage.unit.name
     grouped = any(fault.unit == unit and fault.cp_rank is not None for fault in faults)
@@ -212,7 +212,7 @@ def recorded_ranks(
 def emulated_runner(
     run: Run, table: list[LayerInfo], coords: RankCoords, clock: Device
 ) -> StageRunner:
-    """The stage's computation, a wait for each module."""
+    """Return the stage's runner, with a wait for each module."""
     first, infos = (
         coords.stage.layers.start,
         table[coords.stage.layers.start : coords.stage.layers.stop],
@@ -240,7 +240,11 @@ def emulated_brokers(
     links: tuple[list[Broker], list[Broker]],
     gpus_per_node: int,
 ) -> list[Broker | Brokers | None]:
-    """The brokers over emulated links: to the stages before and after; `tracer` knows the step."""
+    """Return the brokers over emulated links to the previous and next stages.
+
+    Args:
+        tracer: determines the current step.
+    """
     scaled, number = run.file.rehearse.messages == "scaled", coords.stage.number
     times_s = dict(
         zip(
@@ -275,14 +279,16 @@ def emulated_brokers(
 
 
 def cluster_clock(device: Device, began_ns: int) -> Callable[[], int]:
-    """The device's time in ns of the cluster, alike on all processes of a host: stretched from a
-    common start."""
+    """Return the device's clock in ns of the cluster, the same on all processes of a host.
+
+    Time is stretched from a common start.
+    """
     offset = time.time_ns() - time.monotonic_ns() + began_ns
     return lambda: offset + int((device.now_s * 1e9 - began_ns) / device.time_scale)
 
 
 def _tell(path: Path, clock: Device, cpu_s: float) -> None:
-    """What this process says of the emulation itself."""
+    """Write this process's measurements of the emulation itself."""
     late_ms = 1e3 * np.array(clock.late_s or [0.0])
     write_whole(
         path,

@@ -1,5 +1,5 @@
-"""What travels between units, and over which communicators.
+"""Messages between units, and their communicators.
 
-`grid` shows the stage graph to DeepSpeed, `communicators` says which ranks share one, `routes`
-which rows cross a cut, `broker` moves them.
+`grid` presents the stage graph to DeepSpeed, `communicators` determines the ranks that share one,
+`routes` the rows that cross a cut, and `broker` moves them.
 """

@@ -1,14 +1,14 @@
-"""The broker: moves activations and gradients between neighbouring stages, whatever their DP, CP
-and TP sizes.
+"""Broker of activations and gradients between neighbouring stages of any DP, CP and TP sizes.
 
-It knows nothing of the engine. Sends are asynchronous; their buffers are kept until they have left,
-over NCCL those of two slots at most, as the memory model counts. Receives are posted ahead where
-that cannot block (gloo), so that the rows of a slot travel while the slot before is computed;
-`receive` returns when they have arrived. Each direction of a cut has a communicator of its own
-(`communicators`), and what two ranks exchange over it in a slot is one batch at both ends: NCCL
-pairs messages by their order, and leaves undefined what is grouped at one end only. Rows travel in
-canonical item order (`routes`). Of a replica's rows each rank moves its own part; tensors that its
-layers need whole are gathered on arrival, over its TP group and then over its CP group.
+It does not depend on the engine. Sends are asynchronous; their buffers stay allocated until they
+have been sent, over NCCL those of two slots at most, as in the memory model. Receives are posted
+ahead where that cannot block (gloo), so that the rows of a slot are transferred while the previous
+slot is computed; `receive` returns when they have arrived. Each direction of a cut has a separate
+communicator (`communicators`), and all messages of two ranks over it in a slot are one batch at
+both ends: NCCL pairs messages by their order, and messages that are grouped at one end only are
+undefined. Rows are sent in canonical item order (`routes`). Of a replica's rows each rank moves its
+own part; tensors that its layers need in full are gathered on arrival, over its TP group and then
+over its CP group.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from disttrain_cli.runtime.units import communicators
 from disttrain_cli.runtime.units.routes import End, Route, local_rows, routes
 from disttrain_cli.spec.stage_graph import RankCoords, Stage
 
-#: Slots whose rows are on their way while another is computed.
+#: Slots whose rows are in transfer while another is computed.
 AHEAD = 1
 
 
 @dataclass
 class _Arriving:
-    """Receives of one slot that have been posted."""
+    """Posted receives of one slot."""
 
     works: list[dist.Work]
-    tensors: dict[str, Tensor]  # own rows
-    scattered: list[tuple[Tensor, Route, Tensor]]  # buffers whose rows belong in several places
+    tensors: dict[str, Tensor]  # this rank's rows
+    scattered: list[tuple[Tensor, Route, Tensor]]  # buffers to be copied to runs of a tensor
     bytes: int
     peer: int
 
@@ -51,29 +51,28 @@ class Broker:
 
     coords: RankCoords
     neighbour: Stage
-    # what leaves here: activations downstream, or gradients upstream, in a fixed order
+    # sent tensors, in a fixed order: activations to a later stage, or gradients to an earlier one
     sends: Sequence[TensorSpec]
-    receives: Sequence[TensorSpec]  # what comes back
+    receives: Sequence[TensorSpec]  # received tensors
     dtype: torch.dtype
     device: torch.device
     group: Group | None = None  # the rank's TP group
     cp: Group | None = None  # and its CP group
-    leaving: dist.ProcessGroup | None = None  # over which rows leave; None is the world
-    coming: dist.ProcessGroup | None = None  # over which they come
-    # sends, the oldest first
+    leaving: dist.ProcessGroup | None = None  # for sends; None = the world
+    coming: dist.ProcessGroup | None = None  # for receives; None = the world
+    # unfinished sends, the oldest first
     pending: deque[tuple[list[dist.Work], list[Tensor]]] = field(default_factory=deque)
-    #: Routes until `drain`, by the slot's id, with the slot, so that no other one gets its id
-    #: meanwhile.
+    #: Routes until `drain`, by the slot's id; the reference to the slot keeps the id unique.
     known: dict[tuple[int, str, str], tuple[Slot, list[Route]]] = field(default_factory=dict)
     expected: deque[Slot] = field(default_factory=deque)  # slots whose receives are not posted yet
     arriving: dict[int, _Arriving] = field(default_factory=dict)  # by the slot's id
 
     def __post_init__(self) -> None:
-        self.wire = wire(self.device)  # where messages lie
+        self.wire = wire(self.device)  # device of message buffers
         self.here, self.there = End.of(self.coords), End.at(self.neighbour)
 
     def expect(self, slots: Sequence[Slot]) -> None:
-        """Post receives ahead for the slots of a step, which will be asked for in this order.
+        """Post receives ahead for the slots of a step, in the order of the `receive` calls.
 
         NCCL's are not posted: the device's streams would wait for rows that have yet to be
         computed.
@@ -83,8 +82,10 @@ class Broker:
             self._post_ahead()
 
     def send(self, slot: Slot, tensors: dict[str, Tensor]) -> tuple[int, int]:
-        """Start sending the rows of `sends`; returns (bytes, the peer's rank, or -1 for several or
-        none)."""
+        """Start sending the rows of `sends`; return (bytes, the peer's rank).
+
+        The rank is -1 for several peers or none.
+        """
         self._let_go(SENT_SLOTS - 1)
         operations, buffers, peers = [], [], set()
         for spec in self.sends:
@@ -102,8 +103,10 @@ class Broker:
         return sum(b.numel() * b.element_size() for b in buffers), _only(peers)
 
     def receive(self, slot: Slot) -> tuple[dict[str, Tensor], int, int]:
-        """Wait for the rows of `receives`; returns (tensors in this replica's order, bytes
-        received, peer)."""
+        """Wait for the rows of `receives`; return (tensors, bytes received, the peer's rank).
+
+        The tensors' rows are in this replica's order.
+        """
         self._let_go(SENT_SLOTS)
         arriving = self.arriving.pop(id(slot), None) or self._post(slot)
         self._post_ahead()
@@ -120,7 +123,7 @@ class Broker:
         return tensors, arriving.bytes, arriving.peer
 
     def drain(self) -> bool:
-        """Wait until everything sent has left; returns whether there was anything to wait for."""
+        """Wait until all sends have finished; return True if there were any."""
         waited = bool(self.pending)
         for works, _ in self.pending:
             for work in works:
@@ -130,16 +133,15 @@ class Broker:
         return waited
 
     def _let_go(self, most: int) -> None:
-        """Drop the buffers of sends that have finished, and no host waits; of others keep those of
-        `most` slots.
+        """Free the buffers of finished sends and, over NCCL, of all but `most` slots; never block.
 
-        An NCCL work says without waiting whether the device has done it, and holds on to its
-        tensors, in place of `record_stream`, until it is waited for (torch's ProcessGroupNCCL,
+        An NCCL work reports without waiting whether the device has finished it, and holds on to its
+        tensors, in place of `record_stream`, until `wait` (torch's ProcessGroupNCCL,
         `stashed_for_allocator_safety_`); once it has finished, waiting costs nothing, and the
-        memory may be used again on any stream. The host may be slots ahead of its device, though,
+        memory may be reused on any stream. The host may be slots ahead of its device, though,
         so that nothing has finished: then the device, not the host, waits for the oldest before it
-        goes on, and its memory is used again after that. Gloo's works learn that they have finished
-        only by being waited for, which would block the host: there buffers, which lie on the host,
+        continues, and its memory is reused after that. Gloo's works are known to have finished
+        only after `wait`, which would block the host: there buffers, which are in host memory,
         stay until `drain`.
         """
         while self.pending and (
@@ -176,14 +178,14 @@ class Broker:
                     scattered.append((tensor, route, buffer))
                 operations.append(dist.P2POp(dist.irecv, buffer, peer, self.coming))
                 peers.add(peer)
-            if covered < rows:  # rows that nobody on the other side works on carry no gradient
+            if covered < rows:  # rows that no rank on the other side works on carry no gradient
                 tensor.zero_()
         size = sum(op.tensor.numel() * op.tensor.element_size() for op in operations)
         works = dist.batch_isend_irecv(operations) if operations else []
         return _Arriving(works, tensors, scattered, size, _only(peers))
 
     def _whole(self, own: Tensor, rows: int) -> Tensor:
-        """All rows of own ones."""
+        """Gather all rows of the replica from the ranks' parts."""
         start, stop = self.here.place.of_group(rows)
         return gather(gather(own, stop - start, self.group), rows, self.cp)
 
@@ -191,8 +193,10 @@ class Broker:
         return local_rows(slot, spec.item, spec.rows, self.coords.unit.name, self.coords.replica)
 
     def _routes(self, slot: Slot, spec: TensorSpec) -> list[Route]:
-        """Routes of a tensor's rows; those of a slot serve all tensors with such rows, and the way
-        back."""
+        """Return the routes of a tensor's rows, cached per slot for all tensors with such rows.
+
+        Both directions have the same routes.
+        """
         key = (id(slot), spec.item, spec.rows)
         if key not in self.known:
             self.known[key] = slot, routes(slot, spec.item, spec.rows, self.here, self.there)
@@ -200,27 +204,29 @@ class Broker:
 
 
 class Brokers:
-    """The brokers of a stage to several stages on one side of it (encoders or generators side by
-    side), as one."""
+    """Brokers of a stage to several parallel stages on one side of it, used like one broker.
+
+    The parallel stages are encoders or generators.
+    """
 
     def __init__(self, brokers: Sequence[Broker]) -> None:
         self._brokers = brokers
 
     def expect(self, slots: Sequence[Slot]) -> None:
-        """As `Broker.expect`."""
+        """Post receives as `Broker.expect` does."""
         for broker in self._brokers:
             broker.expect(slots)
 
     def send(self, slot: Slot, tensors: dict[str, Tensor]) -> tuple[int, int]:
-        """Start sending to each what it takes; returns (bytes, the peer's rank, or -1)."""
+        """Start sending to each neighbour its tensors; return (bytes, the peer's rank, or -1)."""
         sent = [broker.send(slot, tensors) for broker in self._brokers]
         return sum(size for size, _ in sent), _only({peer for size, peer in sent if size})
 
     def receive(self, slot: Slot) -> tuple[dict[str, Tensor], int, int]:
-        """Wait for the rows of all; returns (tensors in this replica's order, bytes received,
-        peer).
+        """Wait for the rows of all; return (tensors, bytes received, the peer's rank).
 
-        What several send under one name are gradients of one tensor, which are added.
+        The tensors' rows are in this replica's order. Tensors that several neighbours send under
+        one name are gradients of the same tensor, which are added.
         """
         received = [broker.receive(slot) for broker in self._brokers]
         tensors: dict[str, Tensor] = {}
@@ -233,24 +239,24 @@ class Brokers:
         )
 
     def drain(self) -> bool:
-        """Wait until everything sent has left; returns whether there was anything to wait for."""
+        """Wait until all sends have finished; return True if there were any."""
         waited = [broker.drain() for broker in self._brokers]
         return any(waited)
 
 
 def together(brokers: Sequence[Broker]) -> Broker | Brokers | None:
-    """The brokers of one side of a stage as the engine takes them."""
+    """Return the brokers of one side of a stage as the engine takes them."""
     return None if not brokers else brokers[0] if len(brokers) == 1 else Brokers(brokers)
 
 
 def _gather(tensor: Tensor, route: Route) -> Tensor:
-    """Rows of a route as one contiguous buffer."""
+    """Return the rows of a route as one contiguous buffer."""
     pieces = [tensor[start : start + length] for start, length in route.runs]
     return (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).contiguous()
 
 
 def _scatter(tensor: Tensor, route: Route, buffer: Tensor) -> None:
-    """Put the rows of a route back in their places."""
+    """Copy the rows of a route into their runs of the tensor."""
     taken = 0
     for start, length in route.runs:
         tensor[start : start + length] = buffer[taken : taken + length]

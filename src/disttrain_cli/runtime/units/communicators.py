@@ -1,13 +1,13 @@
-"""Who talks to whom over which communicator, in the order in which all ranks make them.
+"""Communicators of all ranks, in the order in which they create them.
 
-NCCL knows no tags: on one communicator the messages of two ranks pair by their order, and a rank's
-operations run one after the other. Neighbouring stages therefore have two communicators of their
-own, one in each direction, so that rows that wait for their receiver hold up neither those that
-come the other way nor any collective. All ranks of both stages share them, whatever their DP and
-TP: a rank is in few (`costs.memory.communicators` counts them).
+NCCL has no tags: on one communicator the messages of two ranks pair by their order, and a rank's
+operations run one after the other. Neighbouring stages therefore have two separate communicators,
+one in each direction, so that rows that wait for their receiver block neither rows in the other
+direction nor any collective. All ranks of both stages share them, whatever their DP and TP: a rank
+is in few (`costs.memory.communicators` counts them).
 
-Gloo pairs by tag, whatever the order, and every group of it is a full mesh of sockets: there
-messages take the world's.
+Gloo pairs by tag, whatever the order, and every gloo group is a full mesh of sockets: there
+messages use the world's.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ import torch.distributed as dist
 
 from disttrain_cli.spec.stage_graph import Stage, StageGraph
 
-#: By (number of the stage that sends, of the one that receives), the group whose communicator
-#: messages take.
+#: Process group of messages, by (number of the sending stage, number of the receiving stage).
 Ways = dict[tuple[int, int], dist.ProcessGroup]
 
 
@@ -34,21 +33,20 @@ class Communicator:
     ]
     name: str
     ranks: tuple[int, ...]
-    # of messages: numbers of the stage that sends and of the one that receives
+    # for messages: numbers of the sending and the receiving stage
     way: tuple[int, int] | None = None
 
 
 def in_order() -> bool:
-    """Whether messages pair by their order alone, and a send may wait for its receiver (NCCL, not
-    gloo)."""
+    """Return True if messages pair by their order alone, and a send may block (NCCL, not gloo)."""
     return dist.get_backend() != "gloo"
 
 
 def communicators(graph: StageGraph, messages: bool) -> Iterator[Communicator]:
-    """All but the world's; with `messages` also those of neighbouring stages.
+    """Yield all communicators except the world's; those of neighbouring stages with `messages`.
 
-    A rank joins its own one after the other, so cuts at even places of a line come before those at
-    odd ones: stages along a line wait for one neighbour, not for a chain of them.
+    A rank joins its communicators one after the other, so cuts at even positions of a line come
+    before those at odd ones: stages along a line wait for one neighbour, not for a chain of them.
     """
     for stage in graph.stages:
         for tp_rank in range(stage.tp):
@@ -92,5 +90,5 @@ def communicators(graph: StageGraph, messages: bool) -> Iterator[Communicator]:
 
 
 def name_of(stage: Stage) -> str:
-    """What a stage is called."""
+    """Return the name of a stage."""
     return f"{stage.unit.name} stage {stage.index}"

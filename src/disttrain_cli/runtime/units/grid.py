@@ -1,11 +1,10 @@
-"""DeepSpeed's view of the ranks: a ragged graph and grid in which every unit has its own DP, CP
-and TP sizes.
+"""DeepSpeed's grid over a ragged graph of ranks, where units differ in DP, CP and TP sizes.
 
-DeepSpeed asks its grid for groups and sizes; here the answers are those of the caller's own unit.
-Every rank creates every group in the same order (`communicators`). The model-parallel group is the
-world, whose ranks are counted by stage and TP rank so that no two kinds of weights have the same;
-of TP itself DeepSpeed knows nothing. To DeepSpeed all ranks that hold the same weights are data
-parallel, those of a CP group among them.
+DeepSpeed reads groups and sizes from its grid; here they are those of the caller's unit. Every rank
+creates every group in the same order (`communicators`). The model-parallel group is the world,
+whose ranks are counted by stage and TP rank so that different weights have different ranks;
+DeepSpeed does not know of TP itself. To DeepSpeed all ranks that hold the same weights are data
+parallel, including those of a CP group.
 """
 
 from __future__ import annotations
@@ -19,8 +18,10 @@ from disttrain_cli.spec.stage_graph import Coordinates, RankCoords, StageGraph
 
 
 class RaggedTopology(ProcessTopology):
-    """Coordinates (pipe, data, model) of all ranks; `get_dim('data' | 'model')` answers for the
-    caller's unit."""
+    """Coordinates (pipe, data, model) of all ranks; `get_dim` depends on the caller's unit.
+
+    This holds for `get_dim('data')` and `get_dim('model')`.
+    """
 
     def __init__(self, graph: StageGraph, coords: RankCoords) -> None:
         super().__init__(axes=list(Coordinates._fields), dims=[0, 0, 0])
@@ -29,15 +30,15 @@ class RaggedTopology(ProcessTopology):
 
 
 class UnitGrid(PipelineParallelGrid):
-    """Groups and sizes of the caller's place; the getters are DeepSpeed's own."""
+    """Groups and sizes for the caller's coordinates; the getters are DeepSpeed's own."""
 
-    tp: Group | None = None  # the TP group, where there is more than one rank in it
+    tp: Group | None = None  # the TP group, if it has more than one rank
     cp: Group | None = None  # the CP group, likewise
-    # this rank and the one with the other copy of a tied weight, where there is one
+    # this rank and its tied-embedding peer, if any
     twins: dist.ProcessGroup | None = None
-    # all that this rank is in, by name, in the order in which they are made
+    # all groups of this rank by name, in order of creation
     groups: dict[str, dist.ProcessGroup]
-    ways: communicators.Ways  # those of messages to and from neighbouring stages; none over gloo
+    ways: communicators.Ways  # for messages to and from neighbouring stages; empty for gloo
 
     def __init__(self, graph: StageGraph, coords: RankCoords) -> None:
         self._topo = RaggedTopology(graph, coords)

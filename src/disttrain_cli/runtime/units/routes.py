@@ -1,11 +1,9 @@
-"""The transfer index: which rows travel between two ranks at a cut, derived on every rank from the
-ordering.
+"""Transfer index: rows that two ranks exchange at a cut, derived on every rank from the ordering.
 
-Nothing about shapes is ever sent. Items that both sides of a cut work on travel in canonical order;
-a route lists where their rows lie on this side. The same route, read in the other direction,
-carries the gradients (any two DP sizes, samples in order). Of a replica's
-rows every rank sends and receives its own part (`division.Place`) and no other, whatever the TP and
-CP sizes of both sides.
+Shapes are never sent. Items that both sides of a cut work on are transferred in canonical order; a
+route lists the positions of their rows on this side. The same route, read in the other direction,
+carries the gradients (any two DP sizes, samples in order). Of a replica's rows every rank sends and
+receives its own part (`division.Place`) and no other, whatever the TP and CP sizes of both sides.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from disttrain_cli.spec.stage_graph import RankCoords, Stage
 
 @dataclass(frozen=True)
 class End:
-    """One side of a cut: a unit, its TP and CP sizes, and for this side who asks."""
+    """One side of a cut: a unit, its TP and CP sizes, and for this side the rank's coordinates."""
 
     unit: str
     tp: int = 1
@@ -33,23 +31,23 @@ class End:
 
     @classmethod
     def of(cls, coords: RankCoords) -> End:
-        """The side of a rank."""
+        """Return the side of a rank."""
         unit = coords.unit
         return cls(unit.name, unit.tp, coords.replica, coords.tp_rank, unit.cp, coords.cp_rank)
 
     @classmethod
     def at(cls, stage: Stage) -> End:
-        """The side of a stage."""
+        """Return the side of a stage."""
         return cls(stage.unit.name, stage.tp, cp=stage.cp)
 
     @property
     def place(self) -> Place:
-        """Who asks, among the ranks that share the replica's rows."""
+        """Coordinates of the rank among those that share the replica's rows."""
         return Place(self.tp, self.tp_rank, self.cp, self.cp_rank)
 
 
 def place_of(coords: RankCoords) -> Place:
-    """A rank's place among those that share its replica's work on a stage."""
+    """Return a rank's coordinates among those that share its replica's work on a stage."""
     unit = coords.unit
     return replace(End.of(coords).place, gathers=unit.gathers, replicated=frozenset(unit.module_tp))
 
@@ -60,22 +58,21 @@ class Route:
 
     replica: int  # of the other side
     tp_rank: int  # of the other side
-    # (start, length) in this rank's own rows, merged, in canonical item order
+    # (start, length) among this rank's rows, merged, in canonical item order
     runs: tuple[tuple[int, int], ...]
     rows: int
     cp_rank: int = 0  # of the other side
 
 
 def local_rows(slot: Slot, item: str, column: str, unit: str, replica: int) -> int:
-    """Rows of a replica's own tensor."""
+    """Return the number of rows of a replica's own tensor."""
     return int(slot.rows(item, column)[slot.replicas[unit][replica][item]].sum())
 
 
 def routes(slot: Slot, item: str, column: str, here: End, there: End) -> list[Route]:
-    """Routes between a rank `here` and all ranks of the unit `there`; pairs without rows are left
-    out.
+    """Return routes between a rank `here` and all ranks of the unit `there`, omitting empty ones.
 
-    Inside one unit a rank exchanges everything with its own namesake, in its own order.
+    Inside one unit a rank exchanges all its rows, in order, with the rank of the same coordinates.
     """
     counts = slot.rows(item, column)
     mine = slot.replicas[here.unit][here.replica][item]
@@ -93,7 +90,7 @@ def routes(slot: Slot, item: str, column: str, here: End, there: End) -> list[Ro
             other = _starts(theirs, counts)[shared]
             total = int(counts[theirs].sum())
             for place, (low, high) in _parts(total, there):
-                # Rows of each item that lie in this rank's part here and in that rank's part there.
+                # rows of each item that are both in this rank's part and in that rank's part
                 begin = np.maximum(0, np.maximum(first - starts, low - other))
                 end = np.minimum(lengths, np.minimum(last - starts, high - other))
                 some = end > begin
@@ -119,7 +116,7 @@ def _parts(rows: int, there: End) -> Iterator[tuple[Place, tuple[int, int]]]:
 
 
 def _starts(items: Ints, counts: Ints) -> Ints:
-    """By item, where its rows start in a replica's tensor; -1 for those of others."""
+    """Return the first row of each item in a replica's tensor; -1 for items of other replicas."""
     starts = np.full(len(counts), -1, dtype=np.int64)
     starts[items] = np.cumsum(counts[items]) - counts[items]
     return starts

@@ -1,6 +1,6 @@
-"""Looking after a job, and recording it.
+"""Monitoring and recording of a job.
 
-`supervise` is the launcher's care for its ranks: `pulse` is what each rank says it does, `hang`
-finds who is waited for. `tracing` writes the rows that `analyze` reads, `trackers` and `watch` hand
-figures to other tools.
+`pulse` publishes the state of each rank, and `hang` finds the rank that blocks the others; the
+launcher's `supervise` polls it. `tracing` writes the rows that `analyze` reads, `trackers` and
+`watch` pass metrics to other tools.
 """

@@ -1,5 +1,7 @@
-"""Time that processes wait for a core though they could run, by the kernel's own account, and the
-cores that other processes hold meanwhile. Linux alone tells both."""
+"""Run-queue waits of a process by the kernel's accounting, and cores in use by other processes.
+
+Only Linux reports both.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,11 @@ class CoreWait:
         self._before_ns = self._waited_ns()
 
     def begin_step(self) -> None:
-        """Count from here: evaluations and checkpoints between steps are not theirs."""
+        """Start counting: evaluations and checkpoints between steps are not part of a step."""
         self._before_ns = self._waited_ns()
 
     def of_step(self) -> float:
-        """Seconds that it waited since the step began; `UNKNOWN` where the kernel does not say."""
+        """Return the seconds waited since the step began; `UNKNOWN` without kernel statistics."""
         now_ns = self._waited_ns()
         if self._before_ns is None or now_ns is None:
             return UNKNOWN
@@ -37,15 +39,17 @@ class CoreWait:
 
 
 class OtherProcesses:
-    """Cores that are held by others than this process and what it started."""
+    """Cores in use by processes other than this one and its children."""
 
     def __init__(self, host: Path = Path("/proc/stat")) -> None:
         self._host = host
         self._before = self._times()
 
     def cores(self) -> float | None:
-        """Mean since the start, over processes that have ended by now; None where it is not
-        known."""
+        """Return their mean number since the start, or None where unknown.
+
+        The CPU time of children is attributed to this process once they have ended.
+        """
         now = self._times()
         if self._before is None or now is None:
             return None
@@ -55,7 +59,7 @@ class OtherProcesses:
         return max(0.0, (busy_s - own_s) / wall_s) if wall_s > 0 else None
 
     def _times(self) -> tuple[float, float, float] | None:
-        """(clock, busy time of all cores, CPU time of this process and its children), in s."""
+        """Return (clock, busy time of all cores, CPU time of this process and children), in s."""
         with suppress(OSError, ValueError, IndexError):
             ticks = [int(one) for one in self._host.read_text().split("\n")[0].split()[1:9]]
             user, nice, system, _, _, irq, soft, _ = ticks

@@ -1,10 +1,10 @@
-"""When a GPU reached the points of a step, read afterwards: the host never waits for an answer.
+"""Device timestamps of a step's marks, read afterwards so that the host never waits for them.
 
-The host runs ahead of its device. A mark is an event on the stream that computes, so it has the
-time at which the device gets there, having done (and waited for) all that was asked for before.
-Where the host waits for the device anyway, once in a step, the device is idle and an event happens
-as soon as it is recorded: such an *anchor* ties the device's time to the host's. Times between two
-anchors are interpolated, so they never go backwards, and the two clocks cannot drift apart.
+The host runs ahead of its device. A mark is an event on the compute stream, so that its time is the
+device's arrival there, after all work that was queued before has been done. Where the host waits
+for the device anyway, once in a step, the device is idle and an event completes as soon as it is
+recorded: such an *anchor* ties the device's time to the host's. Times between two anchors are
+interpolated, so they never go backwards, and the two clocks cannot drift apart.
 """
 
 from __future__ import annotations
@@ -15,25 +15,26 @@ from typing import Any
 
 import torch
 
-#: An anchor is set again, at most so often, if the host was interrupted for longer than this while
-#: it set it.
+#: An anchor is retried, at most TRIES times in all, if setting it took the host longer than this.
 INTERRUPTED_NS, TRIES = 50_000, 3
 
 
 class Mark:
-    """A place in what the device was asked for."""
+    """Point in the device's queue of work."""
 
     __slots__ = ("anchor_ns", "event", "ns")
 
     def __init__(self, event: Any) -> None:
         self.event = event
-        # when the device got there, by the host's clock; None until it is read
+        # the device's arrival by the host's clock; None until it is read
         self.ns: int | None = None
-        self.anchor_ns: int | None = None  # of an anchor: when it was set
+        self.anchor_ns: int | None = None  # of an anchor: the host's time when it was set
 
     def passed(self) -> bool:
-        """Whether the device has got there; any thread may ask. A device that failed gets there
-        nowhere any more."""
+        """Return True if the device has passed the mark; may be called by any thread.
+
+        A device that failed passes no more marks.
+        """
         try:
             return self.ns is not None or bool(self.event.query())
         except RuntimeError:
@@ -41,8 +42,10 @@ class Mark:
 
 
 class Later:
-    """As long after a place as some spans of the device's work take together, the last of which
-    ends after all else."""
+    """Point that follows another one by the total length of some spans of the device's work.
+
+    The last span ends after all others.
+    """
 
     def __init__(self, place: Mark | Later, spans: Sequence[tuple[Mark, Mark]]) -> None:
         self._place, self._spans = place, spans
@@ -50,7 +53,7 @@ class Later:
 
     @property
     def ns(self) -> int | None:
-        """As of a mark."""
+        """Time as that of a mark; None until it is read."""
         if self._ns is None and self._spans[-1][1].ns is not None:
             self._ns = _known(self._place) + sum(
                 _known(end) - _known(start) for start, end in self._spans
@@ -67,27 +70,27 @@ class DeviceClock:
     """Marks on the current stream of the current device.
 
     Args:
-        now: the host's time in ns, that of all rows.
+        now: the host's clock in ns, which all rows use.
     """
 
     def __init__(self, now: Callable[[], int]) -> None:
         self._now = now
         self._unused: list[Any] = []  # events of marks that have been read
-        self._marks: list[Mark] = []  # those not read yet, in the stream's order
+        self._marks: list[Mark] = []  # unread marks, in the stream's order
         torch.cuda.synchronize()
         self.anchor()
-        self._last = self._marks.pop()  # anchor that was read
+        self._last = self._marks.pop()  # the last anchor that was read
         self._last.ns = self._last.anchor_ns
 
     def mark(self) -> Mark:
-        """Mark the end of what the device has been asked for so far."""
+        """Mark the end of the work that is queued so far."""
         mark = Mark(self._unused.pop() if self._unused else torch.cuda.Event(enable_timing=True))
         mark.event.record()
         self._marks.append(mark)
         return mark
 
     def anchor(self) -> None:
-        """Set an anchor: the host has just waited until the device had nothing left to do."""
+        """Set an anchor: the host has just waited until the device was idle."""
         mark = self.mark()
         for _ in range(TRIES):
             before_ns = self._now()
@@ -98,8 +101,10 @@ class DeviceClock:
         mark.anchor_ns = (before_ns + after_ns) // 2
 
     def read(self) -> None:
-        """Learn the times of all marks up to the last anchor that the device has passed; does not
-        wait."""
+        """Read the times of all marks up to the last anchor that the device has passed.
+
+        Does not wait.
+        """
         anchors = [index for index, mark in enumerate(self._marks, 1) if mark.anchor_ns is not None]
         done = 0
         for index in anchors:
@@ -109,10 +114,10 @@ class DeviceClock:
         del self._marks[:done]
 
     def _read(self, marks: list[Mark]) -> None:
-        """From the last anchor that was read to the next one, the last of these marks."""
+        """Set the times of marks from the last read anchor to the next one, the last of `marks`."""
         first, last = self._last, marks[-1]
         assert first.ns is not None and last.anchor_ns is not None
-        # From mark to mark: the answers are single-precision milliseconds.
+        # From mark to mark, as `elapsed_time` returns single-precision milliseconds.
         passed_ms = list(
             accumulate(a.event.elapsed_time(b.event) for a, b in pairwise([first, *marks]))
         )

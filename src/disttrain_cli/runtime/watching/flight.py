@@ -1,7 +1,7 @@
-"""PyTorch's flight recorder: what this rank has asked its process groups for, dumped when the job
-hangs (`disttrain analyze` reads it).
+"""PyTorch's flight recorder: this rank's collectives, dumped when the job hangs.
 
-It records from the start unless TORCH_FR_BUFFER_SIZE, or TORCH_NCCL_TRACE_BUFFER_SIZE, is 0.
+`disttrain analyze` reads the dump. It records from the start unless TORCH_FR_BUFFER_SIZE, or
+TORCH_NCCL_TRACE_BUFFER_SIZE, is 0.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from pathlib import Path
 
 from disttrain_cli.spec.rundir import flight_recorder
 
-#: How many operations are kept; the first that is set counts. torch's own default is 2,000.
+#: Variables for the number of recorded operations; the first that is set counts. torch's default
+#: is 2,000.
 SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 
 
 def records() -> bool:
-    """Whether ranks with this environment record."""
+    """Return True if ranks with this environment record."""
     given = [os.environ[name] for name in SIZES if name in os.environ]
     return not given or given[0].strip() != "0"
 
 
 def write_dump(logs: Path, rank: int) -> None:
-    """Leave this rank's dump as torch would name it, if there is one; nothing that goes wrong with
-    it is told."""
-    # a process without torch has joined no group
+    """Write this rank's dump under torch's name for it, if there is one; errors are ignored."""
+    # a process that has not imported torch has joined no group
     c10d = sys.modules.get("torch._C._distributed_c10d")
     dump = getattr(c10d, "_dump_fr_trace", None)
     if dump is None or not records():

@@ -1,11 +1,10 @@
-"""Finding a job that hangs, and the rank that the others wait for.
+"""Detection of a hanging job, and of the rank that the others wait for.
 
-A job hangs when no rank has made progress for `train.hang_s`. Every rank tells what it does
-(`pulse`); what it waits for follows from the operation and the plan: a transfer waits for the
-neighbouring stage, a reduction for the other ranks of its group and for the one with the other copy
-of a tied weight. The ranks that are waited for and
-do not wait themselves are the cause; where there are none, the ranks wait for each other in a
-circle.
+A job hangs when no rank has made progress for `train.hang_s`. Every rank publishes its current
+operation (`pulse`); which ranks it waits for follows from the operation and the plan: a transfer
+waits for the neighbouring stage, a reduction for the other ranks of its group and for the
+tied-embedding peer. The ranks that are waited for and do not wait themselves are the cause; if
+there are none, the ranks wait for each other in a cycle.
 """
 
 from __future__ import annotations
@@ -27,28 +26,31 @@ from disttrain_cli.spec.rundir import flight_recorder, rank_log
 from disttrain_cli.spec.stage_graph import Stage
 from disttrain_cli.spec.trace import COMPUTE
 
-MISSED_BEATS = 5  # after so many a rank counts as one that does not answer
+MISSED_BEATS = 5  # number after which a rank counts as not responding
 MOST_NAMED = 4
 UPSTREAM = ("receive_activation", "send_gradient")
 DOWNSTREAM = ("receive_gradient", "send_activation")
 #: Operations in which every rank waits for all others.
 TOGETHER = ("preflight", "losses", "step", "checkpoint", "evaluation")
-#: What comes before the first step; `train.timeout_s` limits it, and a large model takes its time.
+#: Operations before the first step, limited by `train.timeout_s`, as large models take long.
 START = ("starting", "joining", "building")
 
 
 class Hang(NamedTuple):
-    """What is known of a job that hangs."""
+    """Diagnosis of a hanging job."""
 
-    # ranks that the others wait for; several where it cannot be told, or where they form a circle
+    # ranks that the others wait for; several if ambiguous, or if they form a cycle
     causes: list[int]
     circle: bool
-    waits: dict[int, list[int]]  # by rank, those that it waits for
+    waits: dict[int, list[int]]  # ranks that each rank waits for
 
 
 def diagnose(states: Mapping[int, State], stages: Sequence[Stage], silent: set[int]) -> Hang:
-    """Who is waited for, given what every rank does and which ranks (`silent`) have stopped
-    telling."""
+    """Return the diagnosis from every rank's operation.
+
+    Args:
+        silent: ranks that have stopped publishing their state.
+    """
     waits = {
         rank: [] if rank in silent else _waits_for(state, states, stages)
         for rank, state in states.items()
@@ -63,7 +65,7 @@ def diagnose(states: Mapping[int, State], stages: Sequence[Stage], silent: set[i
 
 
 def _waits_for(state: State, states: Mapping[int, State], stages: Sequence[Stage]) -> list[int]:
-    """The ranks without which a rank cannot finish its operation; none where it works by itself."""
+    """Return the ranks that a rank's operation waits for; none where it runs locally."""
     stage = next(stage for stage in stages if state.rank in stage.ranks)
     if state.operation in UPSTREAM + DOWNSTREAM:
         numbers = stage.before if state.operation in UPSTREAM else stage.after
@@ -76,7 +78,7 @@ def _waits_for(state: State, states: Mapping[int, State], stages: Sequence[Stage
         group = [*stage.ranks, *twins[place : place + 1]]
     elif state.operation not in COMPUTE:
         return []
-    else:  # the ranks that share its layers
+    else:  # the ranks that share the replica's layers
         width = stage.unit.tp_cp_size
         first = stage.ranks.index(state.rank) // width * width
         group = stage.ranks[first : first + width]
@@ -91,7 +93,7 @@ def _waits_for(state: State, states: Mapping[int, State], stages: Sequence[Stage
 
 
 def _circle(waits: Mapping[int, list[int]]) -> list[int]:
-    """Ranks that wait for each other, each for the next one."""
+    """Return ranks that wait for each other, each for the next one."""
     rank, path = min(waits), list[int]()
     while rank not in path:
         path.append(rank)
@@ -102,7 +104,7 @@ def _circle(waits: Mapping[int, list[int]]) -> list[int]:
 
 
 class HangWatch:
-    """Looks at the ranks' states now and then; counts from when every rank has told its own."""
+    """Periodic check of the ranks' states for a hang, once every rank has published one."""
 
     def __init__(self, folder: Path, logs: Path, stages: Sequence[Stage], hang_s: float) -> None:
         self._folder, self._logs, self._stages, self._hang_s = folder, logs, stages, hang_s
@@ -112,16 +114,16 @@ class HangWatch:
         self._moved_s = self._looked_s = time.monotonic()
 
     def poll(self) -> None:
-        """Look, if it is time.
+        """Check the ranks, if it is time.
 
         Raises:
             RankLostError: no rank has made progress for too long; the ranks write their stacks to
-                their logs and end.
+                their logs and exit.
         """
         now_s = time.monotonic()
         if now_s - self._looked_s < interval_s(self._hang_s):
             return
-        if now_s - self._looked_s > 3 * interval_s(self._hang_s):  # the watcher itself was stopped
+        if now_s - self._looked_s > 3 * interval_s(self._hang_s):  # this process was suspended
             self._moved_s = now_s
         self._looked_s = now_s
         self._look(now_s)
@@ -138,7 +140,7 @@ class HangWatch:
             return
         error = self._error(diagnose(self._states, self._stages, silent), silent)
         publish_verdict(self._folder, Verdict(text=f"{error}\n", told_on=None, hang=True))
-        time.sleep(2 * interval_s(self._hang_s))  # the ranks look for it as often
+        time.sleep(2 * interval_s(self._hang_s))  # the ranks poll for the verdict at this interval
         raise error
 
     def _look(self, now_s: float) -> None:
@@ -206,7 +208,7 @@ class HangWatch:
 
 
 def _absence(state: State) -> str:
-    """How a rank that has stopped telling is absent, as far as this host can see."""
+    """Return a description of a rank that stopped publishing, as far as this host can see."""
     if state.host != socket.gethostname():
         return "does not answer"
     try:

@@ -11,21 +11,21 @@ from itertools import pairwise
 from pathlib import Path
 
 MIB = 2**20
-#: Growth of resident memory between two trims: the larger of bytes and a share of what is resident.
+#: Growth of resident memory between two trims: the larger of bytes and a share of resident memory.
 SLACK_BYTES, SLACK_SHARE = 32 * MIB, 1 / 16
-#: Most of a rank's time that trimming may take.
+#: Largest share of a rank's time for trimming.
 TRIM_TIME_SHARE = 0.005
-#: Steps before memory counts, in which buffers and caches fill.
+#: Steps that are ignored, in which buffers and caches fill.
 WARM_UP_STEPS = 100
-#: Minima of resident memory that are kept: each of one step, then of twice as many whenever there
-#: are so many. Growth is judged then.
+#: Number of minima of resident memory, each over one step at first. At this number growth is
+#: estimated, and pairs are merged, so that each covers twice as many steps.
 MINIMA = 256
 
 
 class HostMemory:
-    """Returns a process's freed memory to the system, and measures by how much the rest grows.
+    """Trimming of a process's freed memory, and measurement of the growth of the rest.
 
-    PyTorch's CPU tensors are aligned allocations. glibc seldom gives a freed one to the next: a
+    PyTorch's CPU tensors are aligned allocations. glibc seldom reuses a freed one for the next: a
     small allocation has taken what alignment left over (glibc bug 14581). With constant use the
     heap grows by 1 to 5 MiB a step; `malloc_trim` returns its free pages (docs/log.md).
     """
@@ -41,8 +41,7 @@ class HostMemory:
         self._growth = 0.0
 
     def end_step(self) -> float:
-        """Record a step; return the bytes per step by which resident memory grows, 0 where it does
-        not."""
+        """Record a step; return the growth of resident memory in bytes per step, at least 0."""
         resident_bytes = self._resident_bytes()
         if self._trim is not None:
             self._trim_where_grown(resident_bytes, self._trim)
@@ -72,13 +71,16 @@ class HostMemory:
 
 
 def slack_bytes(base_bytes: int) -> float:
-    """Return by how much resident memory grows from one trim to the next."""
+    """Return the growth of resident memory from one trim to the next."""
     return max(SLACK_BYTES, SLACK_SHARE * base_bytes)
 
 
 def _growth_of(minima: list[int]) -> float:
-    """Growth in bytes per entry: the smallest from one quarter to the next, so that what fills once
-    does not count; 0 where all is within twice what trims let grow."""
+    """Return the growth in bytes per entry: the smallest from one quarter to the next.
+
+    The smallest, so that caches that fill once do not count; 0 if all growth is within twice what
+    trims allow.
+    """
     quarter = len(minima) // 4
     lowest = [min(minima[begin : begin + quarter]) for begin in range(0, 4 * quarter, quarter)]
     least = min(after - before for before, after in pairwise(lowest))
@@ -86,8 +88,10 @@ def _growth_of(minima: list[int]) -> float:
 
 
 def watched_memory() -> HostMemory:
-    """Return the watch of this process's memory: without trimming where libc has none, without
-    figures where there is no /proc."""
+    """Return the monitor of this process's memory.
+
+    Without trimming where libc has no `malloc_trim`, without values where there is no /proc.
+    """
     try:
         malloc_trim = ctypes.CDLL(None).malloc_trim
     except (AttributeError, OSError):
@@ -96,8 +100,13 @@ def watched_memory() -> HostMemory:
 
 
 def share_of_host(bytes_per_rank: float, ranks: int) -> float:
-    """Return what so much more memory in each of `ranks` processes takes of this host's available
-    memory, as a share; 0 where the system does not say how much is available."""
+    """Return the share of this host's available memory that a growth in each rank takes.
+
+    0 where the system does not report available memory.
+
+    Args:
+        bytes_per_rank: growth in each of `ranks` processes.
+    """
     if (
         not bytes_per_rank
         or (available := re.search(r"MemAvailable:\s+(\d+)", text_of("/proc/meminfo"))) is None
@@ -109,8 +118,10 @@ def share_of_host(bytes_per_rank: float, ranks: int) -> float:
 
 
 def container_limits(root: Path = Path("/sys/fs/cgroup")) -> list[tuple[int, int]]:
-    """Return limit and use in bytes, without reclaimable file pages, of each control group of this
-    process that has a limit: version 2, then version 1."""
+    """Return (limit, use) in bytes of each of this process's control groups that has a limit.
+
+    Use excludes reclaimable file pages. Version 2 control groups come first, then version 1.
+    """
     own = re.search(r"^0::/(.*)$", text_of("/proc/self/cgroup"), re.MULTILINE)
     folders = {root / own[1] if own else root: None, root: None, root / "memory": None}
     limits = []
@@ -131,8 +142,7 @@ def container_limits(root: Path = Path("/sys/fs/cgroup")) -> list[tuple[int, int
 
 
 def resident_bytes() -> int:
-    """Return the resident memory of this process that is its own (0 where the system has no
-    /proc)."""
+    """Return the unshared resident memory of this process (0 where the system has no /proc)."""
     fields = text_of("/proc/self/statm").split()
     if not fields:
         return 0
@@ -141,7 +151,7 @@ def resident_bytes() -> int:
 
 
 def text_of(path: str | Path) -> str:
-    """Return the text of one of the system's files, "" where it cannot be read."""
+    """Return the text of a system file, "" where it cannot be read."""
     try:
         return Path(path).read_text()
     except OSError:

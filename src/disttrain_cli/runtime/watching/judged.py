@@ -1,7 +1,7 @@
-"""What the last verdict on this run says, for the trackers of rank 0.
+"""Follower of a run's verdicts, for the trackers of rank 0.
 
-Whoever watches the run (`disttrain watch`, or the command that trains) appends a line of JSON to a
-file beside its logs whenever a verdict changes (`spec.rundir.verdicts_file`).
+A process that monitors the run (`disttrain watch`, or the command that trains) appends a line of
+JSON to a file next to its logs whenever a verdict changes (`spec.rundir.verdicts_file`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 class Judged:
-    """Follows the file; lines that are there already are of an earlier start."""
+    """Follower of the file; lines that exist already are of an earlier start."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._partial = path, b""
@@ -19,12 +19,12 @@ class Judged:
         self._lost: dict[str, float] = {}
 
     def lost(self) -> dict[str, float]:
-        """By cause, the share of a step that it costs now; a cause that was mended costs 0."""
+        """Return the share of a step that each cause costs now; 0 for a cause that was removed."""
         try:
             with self._path.open("rb") as file:
                 file.seek(self._offset)
                 content = file.read()
-        except OSError:  # nobody watches
+        except OSError:  # no process monitors the run
             return self._lost
         self._offset += len(content)
         *lines, self._partial = (self._partial + content).split(b"\n")
@@ -32,7 +32,7 @@ class Judged:
             try:
                 row = json.loads(line)
                 now = {str(row["cause"]): float(row["lost_fraction"])}
-            except (ValueError, KeyError, TypeError):  # written to a full disk
+            except (ValueError, KeyError, TypeError):  # a line cut off by a full disk
                 continue
             self._lost = dict.fromkeys(self._lost, 0.0) | now
         return self._lost

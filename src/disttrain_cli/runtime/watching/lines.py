@@ -1,5 +1,4 @@
-"""A training step in one line, for whoever watches: the command, or the output of ranks that others
-start."""
+"""Text lines of training steps, for the command or the output of externally started ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 LINE_EVERY_S = 5.0
-#: Figures of a step besides those that every step has, and how a line says them.
+#: Optional values of a step, and their format in a line.
 FIGURES = {
     "learning_rate": "lr {:.2e}",
     "tokens_per_s": "{:.0f} tokens/s",
@@ -19,7 +18,7 @@ FIGURES = {
 
 
 def reported(row: dict[str, Any]) -> dict[str, Any]:
-    """A step's row, as rank 0 reports it, under the names of `train --json`."""
+    """Return a step's row, as rank 0 reports it, under the names of `train --json`."""
     step = {
         "step": row["step"],
         "loss": row["loss"],
@@ -53,15 +52,17 @@ def reported(row: dict[str, Any]) -> dict[str, Any]:
 
 
 class StepLines:
-    """Steps as lines; each has the latest losses on held-out data too. A rehearsal does not learn
-    and has no losses."""
+    """Formatter of steps as lines, each with the latest losses on held-out data.
+
+    A rehearsal does not learn and has no losses.
+    """
 
     def __init__(self, learns: bool = True) -> None:
         self._learns = learns
         self._held_out: list[str] = []
 
     def of(self, step: dict[str, Any]) -> str:
-        """The line of a step (`reported`)."""
+        """Return the line of a step (`reported`)."""
         learned = [f"loss {step['loss']:.4f} ({listed(step['losses'])})"] if self._learns else []
         if "evaluation" in step:
             self._held_out = [f"held out {listed(step['evaluation'])} after step {step['step']}"]
@@ -85,27 +86,25 @@ class StepLines:
 
 
 class Narration:
-    """Writes lines to an open file of the terminal or job log: now and then one of a step, and what
-    is to be known."""
+    """Writer of step lines and notes to an open file of the terminal or job log."""
 
     def __init__(self, descriptor: int, total: int) -> None:
         self._descriptor, self._total = descriptor, total
         self._lines, self._said_s = StepLines(), -LINE_EVERY_S
 
     def step(self, row: dict[str, Any]) -> None:
-        """Take a step's row, and write it where it is the first, the last, or the last one written
-        is some time ago."""
+        """Write a step's line if it is the first, the last, or due (`LINE_EVERY_S`)."""
         line, done = self._lines.of(reported(row)), row["step"] + 1
         if done == self._total or time.monotonic() - self._said_s >= LINE_EVERY_S:
             self._said_s = time.monotonic()
             self.say(f"training  {line}  {done}/{self._total}")
 
     def say(self, text: str) -> None:
-        """Write a line; nobody may be there to read it."""
+        """Write a line; errors, as of a closed terminal, are ignored."""
         with suppress(OSError):
             os.write(self._descriptor, f"{text}\n".encode())
 
 
 def listed(losses: dict[str, float | None]) -> str:
-    """Losses by name, those that there are."""
+    """Return losses by name, omitting missing ones."""
     return ", ".join(f"{name} {value:.4f}" for name, value in losses.items() if value is not None)

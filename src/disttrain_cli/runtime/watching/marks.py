@@ -1,4 +1,4 @@
-"""Marks of a rank's operations in torch's profile."""
+"""Annotations of a rank's operations in torch's profile."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from disttrain_cli.spec.trace import mark
 
 
 class Marks:
-    """The operation under way, as an annotation of the profile; a new one ends the one before."""
+    """Current operation as an annotation of the profile; a new one ends the previous one."""
 
     def __init__(self, step: int, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
@@ -25,7 +25,7 @@ class Marks:
         self._open.__enter__()
 
     def end(self) -> None:
-        """End the operation under way, if there is one."""
+        """End the current operation, if there is one."""
         if self._open is not None:
             self._wait()
             self._open.__exit__(None, None, None)

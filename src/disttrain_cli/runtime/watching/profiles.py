@@ -1,9 +1,9 @@
 """`train --profile-steps A:B`: torch's profile of some steps of a rank, as one Kineto JSON file.
 
-Every operation that the rank's own trace has a row for is marked in the profile
-(`spec.trace.mark`), so that the analysis can say what its time is made of. In these steps alone the
-host waits for its GPU at every mark, so that what ran between two marks is what was asked for
-there. Profiling never ends a training: what fails is told, and the file left out.
+Every operation that the rank's trace has a row for is marked in the profile (`spec.trace.mark`), so
+that the analysis can break down its time. Only in these steps the host waits for its GPU at every
+mark, so that all work between two marks was queued there. Profiling never ends a training: an error
+is reported, and the file omitted.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from disttrain_cli.spec.trace import profile_file
 
 
 class StepProfiler:
-    """Profiles the steps of one range: `begin` and `end` are called around every step."""
+    """Profiler of one range of steps: `begin` and `end` are called around every step."""
 
     def __init__(
         self,
@@ -48,8 +48,7 @@ class StepProfiler:
         self._failed = False
 
     def begin(self, step: int) -> None:
-        """Before a step: start recording where the range begins, or where a resumed run enters
-        it."""
+        """Start recording before the range's first step, or where a resumed run enters it."""
         if step not in self._steps or self._failed:
             return
         try:
@@ -58,11 +57,11 @@ class StepProfiler:
                 self._profile = profile(activities=self._activities)
                 self._profile.start()
             self._tracer.marks = Marks(step, self._device)
-        except Exception as error:  # whatever the profiler cannot do here, the training can
+        except Exception as error:  # training continues without a profile
             self._give_up(error)
 
     def end(self, step: int) -> None:
-        """After a step: write the file where the range ends."""
+        """End a step, and write the file after the range's last one."""
         if self._tracer.marks is not None:
             self._tracer.marks.close()
             self._tracer.marks = None
@@ -70,7 +69,7 @@ class StepProfiler:
             self.close()
 
     def close(self) -> None:
-        """Write what was recorded, if anything."""
+        """Write the recorded steps, if any."""
         if self._profile is None:
             return
         self._tracer.begin("profile")
@@ -78,7 +77,7 @@ class StepProfiler:
         try:
             recorded.stop()
             _write(recorded, self._file)
-        except Exception as error:  # a full disk, most often
+        except Exception as error:  # usually a full disk
             self._give_up(error)
 
     def _give_up(self, error: Exception) -> None:
@@ -87,7 +86,7 @@ class StepProfiler:
 
 
 def _write(recorded: profile, file: Path) -> None:
-    """Write whole (another name, then rename), compressed.
+    """Write the profile atomically (temporary name, then rename), compressed.
 
     Raises:
         OSError: the disk is full, or the folder cannot be written.
@@ -96,7 +95,7 @@ def _write(recorded: profile, file: Path) -> None:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         recorded.export_chrome_trace(str(plain))
-        if not _ends_whole(plain):  # Kineto does not say that the disk was full
+        if not _ends_whole(plain):  # Kineto does not report a full disk
             raise OSError(f"{plain} was not written to its end")
         with plain.open("rb") as source, gzip.open(packed, "wb", compresslevel=4) as target:
             shutil.copyfileobj(source, target, 1 << 20)

@@ -1,9 +1,8 @@
-"""What each rank is doing, in a small file beside its log, for whoever looks for a job that hangs
-(`hang`).
+"""Published state of each rank, in a small file next to its log, to detect hangs (`hang`).
 
-To say it costs a tuple: a thread writes the file now and then. The files are all that is needed, so
-that the ranks of several hosts are watched over a shared folder just as those of one machine. What
-counts is what a rank's device does, which may be far behind what its host has asked for.
+An update costs a tuple: a thread writes the file periodically. Only files are needed, so that the
+ranks of several hosts are monitored over a shared folder just as those of one machine. The state is
+that of the rank's device, which may be far behind its host.
 """
 
 from __future__ import annotations
@@ -30,14 +29,16 @@ RECORD_BYTES = 512
 
 
 class State(BaseModel):
-    """What one rank does. `operation` is one of `spec.trace.OPERATIONS`, or what a rank does
-    outside its steps."""
+    """State of one rank.
+
+    `operation` is one of `spec.trace.OPERATIONS`, or an activity outside its steps.
+    """
 
     rank: int
     host: str
     process: int
-    beat: int  # grows while the rank lives
-    moves: int  # grows while the rank gets on
+    beat: int  # grows while the process runs
+    moves: int  # grows while the rank makes progress
     step: int
     operation: str
     slot: int  # -1: none
@@ -45,18 +46,20 @@ class State(BaseModel):
 
 
 def state_file(folder: Path, rank: int) -> Path:
-    """Where a rank tells its state."""
+    """Return the path of a rank's state."""
     return folder / f"rank-{rank:05d}.json"
 
 
 def interval_s(hang_s: float) -> float:
-    """Time between two beats: some within the longest time without progress, few for the file
-    system."""
+    """Return the time between two beats.
+
+    Several fit into the longest time without progress, but few, to spare the file system.
+    """
     return min(10.0, max(0.1, hang_s / 10))
 
 
 class Pulse:
-    """The state of this rank; `begin` is called whenever it turns to something else."""
+    """State of this rank; `begin` is called for every new operation."""
 
     def __init__(
         self,
@@ -65,8 +68,11 @@ class Pulse:
         hang_s: float,
         end: Callable[[Verdict], NoReturn] = lambda verdict: os._exit(RankFailedError.exit_code),
     ) -> None:
-        """`end`: what ends the process when there is a verdict; its stacks have been written to its
-        log."""
+        """Set up the state.
+
+        Args:
+            end: ends the process when there is a verdict, after its stacks were written to its log.
+        """
         self._path, self._folder, self._hang_s = state_file(folder, rank), folder, hang_s
         self._end = end
         self._own: dict[str, Any] = {
@@ -88,8 +94,7 @@ class Pulse:
         module: str = "",
         reached: Callable[[], bool] | None = None,
     ) -> None:
-        """Say what the rank does from now on; where `reached` is given, from when it says that the
-        device is there."""
+        """Set the rank's operation, from now or from when `reached` returns True for the device."""
         if reached is None and not self._ahead:
             self._turn((step, operation, slot, module))
         else:
@@ -101,8 +106,10 @@ class Pulse:
 
     @contextmanager
     def beating(self) -> Iterator[Pulse]:
-        """Tell the state now and then. A rank that holds Python's lock for too long has its stacks
-        written, too."""
+        """Publish the state periodically from a thread.
+
+        The stacks of a rank that holds the GIL for too long are written, too.
+        """
         thread = threading.Thread(target=self._run, name="pulse", daemon=True)
         thread.start()
         try:
@@ -122,7 +129,7 @@ class Pulse:
                     write_dump(self._folder.parent, self._own["rank"])
                 self._end(verdict)
             if self._ended.wait(interval_s(self._hang_s)):
-                self._ahead.clear()  # what the device has not reached by now it may never reach
+                self._ahead.clear()  # the device may never reach them
                 self.begin("ended")
                 self._tell()
                 return
@@ -140,18 +147,18 @@ class Pulse:
             "slot": slot,
             "module": module,
         }
-        try:  # opened each time: a file system of several hosts then shows it to all of them
+        try:  # opened each time, for a shared file system to show it to all hosts
             descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o644)
             try:
                 os.pwrite(descriptor, json.dumps(told).ljust(RECORD_BYTES).encode(), 0)
             finally:
                 os.close(descriptor)
-        except OSError as error:  # a full disk: the job itself may go on
+        except OSError as error:  # a full disk: the job may still continue
             print(f"cannot tell this rank's state: {error}", flush=True)
 
 
 def read_state(folder: Path, rank: int) -> State | None:
-    """What a rank told last; None where it has told nothing that can be read."""
+    """Return the last published state of a rank; None if there is none that can be read."""
     try:
         return State.model_validate_json(state_file(folder, rank).read_text())
     except (OSError, ValueError):

@@ -1,5 +1,4 @@
-"""Recording what a rank does: rows of `spec.trace.TRACE_COLUMNS`, kept after every step, as Parquet
-in the end."""
+"""Recording of a rank's work: rows of `spec.trace.TRACE_COLUMNS`, per step, later in Parquet."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
     from disttrain_cli.runtime.watching.device_clock import DeviceClock, Later, Mark
     from disttrain_cli.runtime.watching.marks import Marks
 
-    Time = int | Mark | Later  # of the host, or a place in the device's work
+    Time = int | Mark | Later  # host time, or a point in the device's work
     Spans = list[tuple[Time, Time]]
 
 #: Size at which an open segment becomes Parquet: rows of 100 to 1,000 steps.
@@ -51,15 +50,14 @@ _NOTHING = {
 
 
 class SegmentWriter:
-    """Collects rows of a fixed schema as segments.
+    """Writer of rows of a fixed schema as segments.
 
     `keep` appends them to the open segment, a stream of Arrow batches that stays readable however
-    this process ends; `flush` replaces it by one of Parquet (temporary name, then rename). What
-    cannot be written (a full disk) is said once, and nothing is recorded from then on: training
-    goes on.
+    this process ends; `flush` replaces it by one of Parquet (temporary name, then rename). An error
+    such as a full disk is reported once, and nothing is recorded from then on: training continues.
 
     Args:
-        kept_steps: newest steps whose segments are kept, also of earlier starts; the others are
+        kept_steps: newest steps whose segments are retained, also of earlier starts; the others are
             deleted when a segment is written. None: all.
     """
 
@@ -79,10 +77,10 @@ class SegmentWriter:
         self._open_steps = 0
         self._failed = False
         self._kept_steps = kept_steps
-        self._last_steps: dict[Path, int | None] = {}  # by segment
+        self._last_steps: dict[Path, int | None] = {}  # last step by segment
 
     def keep(self) -> None:
-        """Append what was collected to the open segment; a long one is flushed."""
+        """Append the collected rows to the open segment, and flush it if it is long."""
         self._attempt(self._append)
         self._open_steps += 1
         if self._open is not None and (
@@ -91,7 +89,7 @@ class SegmentWriter:
             self.flush()
 
     def flush(self) -> None:
-        """Write the open segment as Parquet, with what was collected since."""
+        """Write the open segment as Parquet, including newly collected rows."""
         self._attempt(self._finish)
 
     def _attempt(self, write: Callable[[], None]) -> None:
@@ -148,7 +146,7 @@ class SegmentWriter:
         newest = self._last_steps.get(self._segment(".parquet", self._segments - 1))
         for file, last in list(self._last_steps.items()):
             if newest is not None and last is not None and last <= newest - kept_steps:
-                with suppress(OSError):  # it stays: nothing is lost
+                with suppress(OSError):  # the file stays: nothing is lost
                     file.unlink(missing_ok=True)
                     del self._last_steps[file]
 
@@ -158,8 +156,10 @@ class SegmentWriter:
 
 
 def last_step(segment: Path) -> int | None:
-    """Last step of a segment, written whole or left open by a process that ended; None where it
-    cannot be read."""
+    """Return the last step of a segment, complete or open; None where it cannot be read.
+
+    A process that ended early leaves an open one.
+    """
     import pyarrow as pa
     import pyarrow.compute as pc
     import pyarrow.parquet as pq
@@ -171,26 +171,25 @@ def last_step(segment: Path) -> int | None:
                 steps.extend(pc.max(batch.column("step")).as_py() for batch in stream)
         else:
             steps.append(pc.max(pq.read_table(segment, columns=["step"]).column("step")).as_py())
-    except (OSError, KeyError, pa.ArrowException):  # an open one may be cut within a batch
+    except (OSError, KeyError, pa.ArrowException):  # an open segment may end within a batch
         pass
     return max(steps, default=None)
 
 
 class Tracer:
-    """The trace of one rank. Times are nanoseconds of the host's wall clock, taken from a monotonic
-    counter.
+    """Trace of one rank. Times are ns of the host's wall clock, by a monotonic counter.
 
     Args:
         clock: the host's (`wall_clock`).
-        device_clock: where the host runs ahead of its device; then rows have the device's times.
+        device_clock: given if the host runs ahead of its device; then rows have the device's times.
         kept_steps: as of `SegmentWriter`.
     """
 
     pulse: Pulse | None = None
-    marks: Marks | None = None  # in torch's profile, while there is one
-    silent = False  # rows are dropped
+    marks: Marks | None = None  # of torch's profile, while recording
+    silent = False  # True to drop rows
     _device: DeviceClock | None = None
-    # exchanges with the rank's TP and CP group since it turned to something, if it has one
+    # exchanges with the rank's TP and CP groups in the current operation, if it has such groups
     _exchanges: Spans | None = None
 
     def __init__(
@@ -224,8 +223,7 @@ class Tracer:
         }
 
     def begin(self, operation: str, slot: int = -1, module: str = "") -> None:
-        """Say what the rank turns to, for whoever looks for a job that hangs, and in torch's
-        profile."""
+        """Start an operation, for the detection of hangs and for torch's profile."""
         if self.pulse is not None:
             reached = None if self._device is None else self._device.mark().passed
             self.pulse.begin(operation, self.step, slot, module, reached)
@@ -235,25 +233,24 @@ class Tracer:
             self._exchanges = []
 
     def mark(self) -> int | Mark:
-        """This place in the rank's work, where a row begins or ends: the time, or what the device
-        will have passed."""
+        """Return a mark for the start or end of a row: a time, or a point in the device's work."""
         return self.now() if self._device is None else self._device.mark()
 
     def anchor(self) -> None:
-        """Say that the host has just waited for all of the device's work."""
+        """Anchor the device's clock: the host has just waited for all of the device's work."""
         if self._device is not None:
             self._device.anchor()
 
     @contextmanager
     def exchanging(self) -> Iterator[None]:
-        """An exchange of a forward or backward with the rank's TP or CP group."""
+        """Record an exchange of a forward or backward with the rank's TP or CP group."""
         start = self.mark()
         yield
         if self._exchanges is not None:
             self._exchanges.append((start, self.mark()))
 
     def record(self, operation: str, start: Time, end: Time | None = None, **amounts: Any) -> None:
-        """Add a row from one mark to another, or to this place."""
+        """Add a row from one mark to another, or to now."""
         end = self.mark() if end is None else end
         if self.marks is not None:
             self.marks.end()
@@ -278,13 +275,12 @@ class Tracer:
             self._ahead.append((row, start, end, exchanges))
 
     def end_step(self) -> None:
-        """Keep the step's rows; those that the device has yet to do are kept with the next
-        step's."""
+        """Save the step's rows; those that the device has yet to pass are saved a step later."""
         self._learn()
         self._writer.keep()
 
     def close(self) -> None:
-        """Write what is left, without waiting for the device, which may never get there."""
+        """Write the remaining rows, without waiting for a device that may have failed."""
         self._learn()
         self._writer.flush()
 
@@ -301,7 +297,7 @@ class Tracer:
 
 
 def _exchanged(spans: Spans | None) -> dict[str, int]:
-    """Column `exchange_ns` of a row; none where nobody watched."""
+    """Return the column `exchange_ns` of a row; none where exchanges are not recorded."""
 
     def ns(time: Time) -> int:
         known = time if isinstance(time, int) else time.ns
@@ -314,13 +310,13 @@ def _exchanged(spans: Spans | None) -> dict[str, int]:
 
 
 def wall_clock() -> Callable[[], int]:
-    """The host's clock: ns since 1970, by a counter that never goes backwards."""
+    """Return the host's clock: ns since 1970, by a counter that never goes backwards."""
     offset = time.time_ns() - time.perf_counter_ns()
     return lambda: time.perf_counter_ns() + offset
 
 
 def step_writer(folder: Path, run: str, say: Callable[[str], None] = print) -> SegmentWriter:
-    """Writer of the per-step rows (rank 0), which are never deleted."""
+    """Return the writer of the per-step rows (rank 0), which are never deleted."""
     return SegmentWriter(folder / "steps", STEP_COLUMNS, run, say)
 
 
@@ -330,7 +326,7 @@ def size_writer(
     say: Callable[[str], None] = print,
     kept_steps: int | None = None,
 ) -> SegmentWriter:
-    """Writer of the sizes of a few sequences of every step (rank 0)."""
+    """Return the writer of the sizes of a few sequences of every step (rank 0)."""
     return SegmentWriter(folder / "sizes", SIZE_COLUMNS, run, say, kept_steps)
 
 
@@ -340,5 +336,5 @@ def sample_writer(
     say: Callable[[str], None] = print,
     kept_steps: int | None = None,
 ) -> SegmentWriter:
-    """Writer of what every slot is made of (rank 0)."""
+    """Return the writer of the contents of every slot (rank 0)."""
     return SegmentWriter(folder / "samples", SAMPLE_COLUMNS, run, say, kept_steps)

@@ -1,7 +1,6 @@
-"""Where every step's figures, and what the model draws and writes, may go besides the console:
-TensorBoard, Weights & Biases.
+"""Trackers of metrics and samples: TensorBoard, Weights & Biases.
 
-A tracker never stops training: what goes wrong is said once, and it is left out from then on.
+A tracker never stops training: an error is reported once, and the tracker is disabled.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from disttrain_cli.spec.plan import Plan
 from disttrain_cli.spec.runfile import Run
 from disttrain_cli.spec.samples import FILE, Samples, read_samples
 
-#: Figures of a step's row under the names that trackers group by.
+#: Metrics of a step's row, under names that trackers group by.
 FIGURES = {
     "loss": "loss/total",
     "loss_text": "loss/text",
@@ -41,14 +40,14 @@ FIGURES = {
     "memory_gib": "memory/peak_gib",
 }
 
-MOST_SHOWN, MOST_LETTERS = 24, 300  # images and texts that trackers get, and letters of a text
+MOST_SHOWN, MOST_LETTERS = 24, 300  # limits of images and texts, and of a text's letters
 
-Value = float | str | NDArray[np.uint8]  # a figure, a text in Markdown, an image [H, W, C]
+Value = float | str | NDArray[np.uint8]  # a metric, a text in Markdown, an image [H, W, C]
 Write = Callable[[int, Mapping[str, Value]], None]
 
 
 class Tracker:
-    """One tracker. `connect` gives what writes values of a step, and what ends it."""
+    """One tracker. `connect` returns functions that write a step's values, and that close it."""
 
     def __init__(
         self,
@@ -74,7 +73,7 @@ class Tracker:
             self._give_up(error)
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write the remaining values."""
         if self._write is None:
             return
         try:
@@ -91,7 +90,7 @@ class Tracker:
 
 
 def figures(row: Mapping[str, Any]) -> dict[str, float]:
-    """The figures of a step's row that are numbers, by the name that trackers show."""
+    """Return the numeric metrics of a step's row, by the names that trackers show."""
     known = {
         FIGURES[key]: float(value)
         for key, value in row.items()
@@ -111,8 +110,10 @@ def figures(row: Mapping[str, Any]) -> dict[str, float]:
 
 
 def sampled(folder: Path, samples: Samples) -> dict[str, Value]:
-    """What trackers show of the samples in a folder: mean scores, what the judge says, texts beside
-    those of the data, images."""
+    """Return the values that trackers show of a folder's samples.
+
+    Mean scores, the judge's results, texts next to those of the data, and images.
+    """
     import cv2
 
     drawn, written = samples.drawn, [one for one in samples.written if one.recorded is not None]
@@ -136,7 +137,7 @@ def sampled(folder: Path, samples: Samples) -> dict[str, Value]:
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str | None]]) -> str:
-    """The first rows in Markdown."""
+    """Return the first rows as a Markdown table."""
     lines = [header, ["---"] * len(header), *rows[:MOST_SHOWN]]
     cells = [
         [printable(cell or "", MOST_LETTERS).replace("|", "\\|") for cell in row] for row in lines
@@ -145,14 +146,16 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str | None]]) -> str:
 
 
 class NewSamples:
-    """Samples of checkpoints that are written while training goes on; those that are there at the
-    beginning are of an earlier start."""
+    """Samples of checkpoints that are written during training.
+
+    Existing ones at the beginning are of an earlier start.
+    """
 
     def __init__(self, images: Path) -> None:
         self._images, self._seen = images, set(images.glob(f"*/{FILE}"))
 
     def take(self) -> list[tuple[Path, Samples]]:
-        """Folder and content of those that are new since the last call."""
+        """Return folder and content of the samples that are new since the last call."""
         new = sorted(set(self._images.glob(f"*/{FILE}")) - self._seen)
         self._seen.update(new)
         return [
@@ -163,7 +166,7 @@ class NewSamples:
 
 
 def figures_of(plan: Plan) -> dict[str, float]:
-    """What trackers show of a plan, beside the steps that it runs."""
+    """Return the values that trackers show of a plan, next to the steps that it runs."""
     return {
         "devices": plan.plan.gpus_used,
         "left_out": len(plan.plan.left_out),
@@ -172,7 +175,7 @@ def figures_of(plan: Plan) -> dict[str, float]:
 
 
 def trackers_of(run: Run, name: str, resume: bool, say: Callable[[str], None]) -> list[Tracker]:
-    """The trackers that the run file asks for, in the run's folder; `name` is the start's."""
+    """Return the run file's trackers, in the run's folder; `name` is that of the start."""
     connects = {
         "tensorboard": lambda: _tensorboard(run.dir.root / "tensorboard" / name),
         "wandb": lambda: _wandb(run, resume),
@@ -202,7 +205,7 @@ def _wandb(run: Run, resume: bool) -> tuple[Write, Callable[[], None]]:
 
     folder = run.dir.root / "wandb"
     folder.mkdir(parents=True, exist_ok=True)
-    known = folder / "id"  # so that a run that goes on is one there, too
+    known = folder / "id"  # so that a resumed run continues there, too
     number = known.read_text() if resume and known.exists() else uuid.uuid4().hex[:12]
     known.write_text(number)
     started = wandb.init(
@@ -219,7 +222,7 @@ def _wandb(run: Run, resume: bool) -> tuple[Write, Callable[[], None]]:
             name: wandb.Image(value) if isinstance(value, np.ndarray) else value
             for name, value in values.items()
         }
-        # samples come when later steps are there, and steps before the last one are dropped
+        # samples arrive after later steps, and W&B drops values of steps before the last one
         started.log(shown, step=max(step, started.step))
 
     return write, started.finish

@@ -1,8 +1,7 @@
-"""Rows of passes whose parts take turns: some of one slot and module, then some of another, without
-a pause.
+"""Trace rows of interleaved passes, which alternate between slots and modules without a pause.
 
-Each pass has one row, as long as all its turns together. The rows stand one after the other in the
-order of the slots, from the first turn on, so that whoever reads a trace need not know of turns.
+Each pass has one row, as long as all its turns together. The rows follow each other in the order of
+the slots, from the first turn on, so that readers of a trace need not know of turns.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ class Turns:
         self._turns: list[tuple[int, str]] = []  # slot and module
 
     def timed(self, slot: int, module: str) -> Callable[[], None]:
-        """A turn begins; what is returned ends it."""
+        """Start a turn; the returned function ends it."""
         self._tracer.begin(self._operation, slot, module)
         self._turns.append((slot, module))
         return lambda: self._marks.append(self._tracer.mark())
 
     def rows(self) -> Iterator[tuple[int, str, Time, Time]]:
-        """Slot, module, start and end of every row."""
+        """Yield slot, module, start and end of every row."""
         spans: dict[tuple[int, str], list[tuple[Any, Any]]] = {}
         for turn, span in zip(self._turns, pairwise(self._marks), strict=True):
             spans.setdefault(turn, []).append(span)

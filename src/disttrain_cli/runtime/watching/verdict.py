@@ -1,9 +1,8 @@
-"""The verdict: a file beside the ranks' states that says why the job is over. Every rank looks for
-it and ends.
+"""Verdict of a job: a file next to the ranks' states with the reason why the job is over.
 
-It is opened each time as if to be written, also by those who read: a file system of several hosts
-then asks its server, while it may believe for a minute that a file which it has not seen is not
-there.
+Every rank polls it and exits. It is always opened for writing, even by readers: a file system of
+several hosts then asks its server, while it may otherwise cache for a minute that the file does not
+exist.
 """
 
 from __future__ import annotations
@@ -17,20 +16,22 @@ from pydantic import BaseModel
 
 
 class Verdict(BaseModel):
-    """Why the job is over."""
+    """Reason why the job is over."""
 
     text: str
-    told_on: str | None  # the host on whose terminal it stands already, if any
-    hang: bool = False  # whether nobody failed, and all wait
+    told_on: str | None  # the host whose terminal has shown it already, if any
+    hang: bool = False  # True if no rank failed, and all wait
 
 
 def publish_verdict(folder: Path, verdict: Verdict) -> None:
-    """Leave a verdict where there is none yet. Where nothing can be written, or ranks have no
-    states, none is left."""
+    """Write a verdict unless there is one.
+
+    Nothing is written where the folder is not writable, or ranks publish no states.
+    """
     with suppress(OSError):
         descriptor = _open(folder)
         try:
-            # the second to report has nothing to add
+            # a second verdict is dropped
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.fstat(descriptor).st_size == 0:
                 os.write(descriptor, verdict.model_dump_json().encode())
@@ -39,7 +40,7 @@ def publish_verdict(folder: Path, verdict: Verdict) -> None:
 
 
 def read_verdict(folder: Path) -> Verdict | None:
-    """The verdict, if there is one."""
+    """Return the verdict, if there is one."""
     try:
         descriptor = _open(folder)
         try:

@@ -1,5 +1,4 @@
-"""What the step loop tells besides its artefacts, and hears: figures for trackers, and requests to
-stop."""
+"""Interface of the step loop to the outside: metrics for trackers, and stop requests."""
 
 from __future__ import annotations
 
@@ -16,19 +15,18 @@ from disttrain_cli.runtime.watching.lines import Narration
 from disttrain_cli.runtime.watching.trackers import NewSamples, Tracker, Value, figures, sampled
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-#: Why a job stops that goes on by itself, on another plan.
+#: Reason of a stop after which the job continues on another plan.
 STRAGGLER = "straggler"
-#: What may ask to stop, besides nothing; where ranks were asked by several, the last of them
-#: counts.
+#: Reasons of stop requests, the first for none; of several, the last in this order counts.
 REASONS = ("", STRAGGLER, signal.SIGUSR1.name, "stop file", signal.SIGTERM.name, signal.SIGINT.name)
 
 
 class Watch:
-    """Made once per rank, by its main thread. Trackers, narration and the stop file belong to rank
-    0.
+    """Stop requests and reports of a rank, set up once by its main thread.
 
-    SIGTERM, SIGINT or SIGUSR1 to the rank, and the file that the launcher writes, ask to stop after
-    the step; a second SIGTERM or SIGINT ends the rank at once, also where it waits for another one.
+    Trackers, narration and the stop file belong to rank 0. SIGTERM, SIGINT or SIGUSR1 to the rank,
+    and the file that the launcher writes, request a stop after the step; a second SIGTERM or SIGINT
+    ends the rank at once, also while it waits for another one.
     """
 
     def __init__(
@@ -48,12 +46,12 @@ class Watch:
         os.set_blocking(tell, False)
         for number in STOPS:
             signal.signal(number, lambda *_: None)
-        # written at once, while Python's handlers wait for the main thread
+        # written immediately, while Python's handlers wait for the main thread
         signal.set_wakeup_fd(tell)
         threading.Thread(target=self._listen, args=(heard,), name="signals", daemon=True).start()
 
     def step(self, row: dict[str, Any]) -> None:
-        """Hand a finished step to the trackers and whoever watches (rank 0)."""
+        """Pass a finished step to the narration and the trackers (rank 0)."""
         if self._narration is not None:
             self._narration.step(row)
         if not self._trackers:
@@ -67,10 +65,10 @@ class Watch:
             tracker.write(step, shown)
 
     def stop_reason(self) -> str:
-        """Which of `REASONS` asked this rank to stop. One rank asked is enough: the step loop
-        compares their answers.
+        """Return the one of `REASONS` that requested this rank to stop.
 
-        A launcher that was sent a signal names it in the stop file.
+        A request to one rank is enough: the step loop compares all ranks' reasons. A launcher that
+        received a signal names it in the stop file.
         """
         if self._asked or self._stop_file is None or not self._stop_file.exists():
             return self._asked
@@ -78,7 +76,7 @@ class Watch:
         return named if named in REASONS[1:] else "stop file"
 
     def close(self) -> None:
-        """Finish the trackers."""
+        """Close the trackers."""
         for tracker in self._trackers:
             tracker.close()
 

@@ -1,8 +1,9 @@
-"""What starts the ranks on other machines, a file per scheduler: `torchrun` (hosts by name),
-`slurm`, `jobset` (Kubernetes), `skypilot`.
+"""Launch files for other machines, one module per scheduler.
 
-`startable` refuses what could not start before anything expensive is imported, `visible` says which
-files a job names. `scripts` writes the job file and fills templates, `hosts` says which rank runs
-where, `cores` how many cores it gets, `serving` what preprocessing nodes run, `containers` and
-`manifest` what the last two share; `pod_patch` merges the run file's additions into pods.
+`torchrun` (hosts by name), `slurm`, `jobset` (Kubernetes), `skypilot`. `startable` refuses jobs
+that could not start before anything expensive is imported, `visible` lists the files that a job
+references. `scripts` writes the job file and fills templates, `hosts` assigns ranks to hosts,
+`cores` counts the cores of a rank, `serving` is the command of preprocessing nodes, `containers`
+and `manifest` are shared by `jobset` and `skypilot`; `pod_patch` merges the run file's additions
+into pods.
 """

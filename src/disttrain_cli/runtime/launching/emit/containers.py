@@ -1,5 +1,7 @@
-"""What `--emit jobset` and `--emit skypilot` write beside their manifest: one script for all nodes,
-which containers run, and the Dockerfile of their image."""
+"""Files of `--emit jobset` and `--emit skypilot` next to the manifest: node script and Dockerfile.
+
+The same script runs on all nodes, in containers of the Dockerfile's image.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from disttrain_cli.runtime.launching.emit.scripts import Start, common, filled
 from disttrain_cli.spec.runfile import Run
 from disttrain_cli.spec.whole import write_whole
 
-PYTHON = "python3 -m"  # of the image
+PYTHON = "python3 -m"  # in the image
 
 
 def write_script(
@@ -27,12 +29,12 @@ def write_script(
     restarts: int,
     workers: str = "",
 ) -> Path:
-    """Write the script of every node, beside the job file.
+    """Write the script of every node, next to the job file.
 
     Args:
         place: lines of shell that set `node`, this node's number, and `hosts`, the names of all.
-        restarts: how often the script itself starts its ranks again.
-        workers: lines of shell that tell ranks of preprocessing nodes.
+        restarts: number of times that the script itself restarts its ranks.
+        workers: lines of shell that pass the addresses of preprocessing nodes to ranks.
     """
     folder = job.parent.resolve()
     begun = folder / "begun"

@@ -1,4 +1,4 @@
-"""How many cores a rank of an emitted job gets."""
+"""Number of cores for a rank of an emitted job."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from disttrain_cli.spec.runfile import Run
 
 
 def cpus_per_rank(run: Run, serving: bool) -> int:
-    """Cores of a rank: its device's share of the node's, where these are known, or what its threads
-    keep busy.
+    """Return the cores of a rank: its device's share of the node's, or its busy threads.
 
-    These are its steps, its checkpoints and every thread that decodes, or takes what other nodes
-    have decoded; beside a GPU also the thread that runs the backward, and NCCL's.
+    The share applies where the node's cores are known. Busy threads are those of its steps, of its
+    checkpoints, and every thread that decodes, or receives what other nodes have decoded; with a
+    GPU also the thread that runs the backward, and NCCL's.
 
     Raises:
-        SpecError: the share is smaller than that.
+        SpecError: the share is smaller than the number of busy threads.
     """
     cluster, spec = run.file.cluster, run.file.preprocess
     busy = (2 if cluster.device == "cpu" else 4) + (

@@ -1,5 +1,4 @@
-"""Which rank runs on which host: hostfiles, and hosts filled in the order of ranks without dividing
-a TP group."""
+"""Assignment of ranks to hosts: hostfiles, and filling of hosts in rank order."""
 
 from __future__ import annotations
 
@@ -18,15 +17,14 @@ if TYPE_CHECKING:
 
 
 class Node(NamedTuple):
-    """A machine and the ranks that run there."""
+    """A host and the ranks that run on it."""
 
     host: str
     ranks: range
 
 
 def hosts_of(run: Run) -> list[Host]:
-    """The hosts of the run file's hostfile; without one, `cluster.nodes` of them with names of
-    ours."""
+    """Return the hosts of the hostfile, else `cluster.nodes` hosts with generated names."""
     cluster = run.file.cluster
     if cluster.hostfile is not None:
         return read_hostfile(run.resolve(cluster.hostfile))
@@ -41,16 +39,18 @@ def _numbered(run: Run) -> list[Host]:
 
 
 def numbered_nodes(run: Run, plan: Plan, profile: Profile) -> list[Node]:
-    """The nodes that the ranks need where a scheduler names the hosts; raises SpecError as
-    `place_ranks` does."""
+    """Return the nodes that the ranks need where a scheduler names the hosts.
+
+    Raises SpecError as `place_ranks` does.
+    """
     return place_ranks(stage_graph(plan.plan, profile.inputs.llm), _numbered(run))
 
 
 def place_ranks(graph: StageGraph, hosts: Sequence[Host]) -> list[Node]:
-    """Fill hosts with ranks in order; a replica's ranks that would not fit on a host whole begin on
-    the next one. Of a replica larger than a host that holds of its TP groups.
+    """Fill hosts with ranks in order, without splitting a replica over hosts where it fits on one.
 
-    Hosts that are not needed are left out.
+    A replica that would not fit on the current host starts on the next one. Of a replica larger
+    than a host, only the TP groups are not split. Unneeded hosts are left out.
 
     Raises:
         SpecError: the hosts have too few slots, or a TP group is larger than a host.

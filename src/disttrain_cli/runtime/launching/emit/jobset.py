@@ -1,10 +1,9 @@
-"""`--emit jobset`: a Kubernetes JobSet with one job whose pods run the ranks, and one whose pods
-prepare data.
+"""`--emit jobset`: a Kubernetes JobSet with a job for the ranks, and one for data preprocessing.
 
-Written after the API jobset.x-k8s.io/v1alpha2 of JobSet 0.10, batch/v1 and core/v1 of Kubernetes.
-A pod is a node. Pods end with 143 where they were told to end and have a checkpoint: then the
-JobSet starts all of them again, which is not counted; with 1 where the job was refused: then it
-fails; and else restarts are counted (`train.restarts`).
+Follows the API jobset.x-k8s.io/v1alpha2 of JobSet 0.10, batch/v1 and core/v1 of Kubernetes.
+A pod is a node. Pods exit with 143 after a stop request with a checkpoint: then the JobSet restarts
+all of them without counting it; with 1 when the job was refused: then it fails; otherwise restarts
+are counted (`train.restarts`).
 """
 
 from __future__ import annotations
@@ -36,12 +35,12 @@ if TYPE_CHECKING:
     from disttrain_cli.spec.profile import Profile
 
 RANKS, DATA = "ranks", "data"  # names of the jobs, and of their containers
-GPU = "nvidia.com/gpu"  # the resource
-HOST_NAME = 63  # longest name of a pod, which ends in five letters of Kubernetes'
+GPU = "nvidia.com/gpu"  # resource name
+HOST_NAME = 63  # longest name of a pod, which ends in five letters that Kubernetes adds
 REFUSED, STOPPED = (1, 2, 3), 143  # exit codes of a node's script (`templates/launch/node.sh`)
 
 
-#: By secret (tls, token) its keys, and the file that each is mounted as.
+#: File that each key of a secret is mounted as, by secret (tls, token) and key.
 Secrets = dict[str, dict[str, str | None]]
 
 
@@ -96,12 +95,12 @@ def emit_jobset(
 
 
 def check(run: Run, folder: Path, serving: bool, *, plan_file: Path) -> None:
-    """Refuse what could not start, before there is a plan.
+    """Refuse a job that could not start, before there is a plan.
 
     Raises:
-        SpecError: a name that Kubernetes does not allow; what `cluster.kubernetes` must say and
-            does not, or what its `pod_patch` must not; files outside the volume; preprocessing
-            nodes without TLS and a token.
+        SpecError: a name that Kubernetes does not allow; required fields of `cluster.kubernetes`
+            that are missing, or forbidden ones in its `pod_patch`; files outside the volume;
+            preprocessing nodes without TLS and a token.
     """
     cluster, spec = run.file.cluster, run.file.cluster.kubernetes
     _name(run)
@@ -114,7 +113,7 @@ def check(run: Run, folder: Path, serving: bool, *, plan_file: Path) -> None:
 
 
 def commands(folder: Path) -> list[str]:
-    """What to type."""
+    """Return the commands for the user to run."""
     return [shlex.join(["kubectl", "apply", "--filename", str(_file(folder).resolve())])]
 
 
@@ -123,7 +122,7 @@ def _file(folder: Path) -> Path:
 
 
 def _name(run: Run) -> str:
-    """The JobSet's name; its pods are called NAME-ranks-0-N-xxxxx.
+    """Return the JobSet's name; its pods are called NAME-ranks-0-N-xxxxx.
 
     Raises:
         SpecError: Kubernetes does not allow such names.
@@ -144,7 +143,7 @@ def _name(run: Run) -> str:
 
 
 def _check_said(run: Run, serving: bool) -> None:
-    """SpecError where the manifest would lack what it needs."""
+    """Raise SpecError if the run file lacks fields that the manifest needs."""
     spec, tls = run.file.cluster.kubernetes, run.file.preprocess
     if serving:
         check_protected(run)
@@ -184,13 +183,13 @@ def _check_said(run: Run, serving: bool) -> None:
 
 
 def _gpus(run: Run) -> int:
-    """GPUs of a pod with ranks."""
+    """Return the GPUs of a pod with ranks."""
     cluster = run.file.cluster
     return 0 if cluster.device == "cpu" else cluster.gpus_per_node
 
 
 def _secrets(run: Run, serving: bool) -> Secrets:
-    """What ranks read from secrets: by secret, its keys and the file that each is mounted as.
+    """Return the files that ranks read from secrets, by secret and key.
 
     Where preprocessing workers run already, only files that are not on the volume.
     """
@@ -212,8 +211,10 @@ def _secret(run: Run, kind: str) -> str | None:
 
 
 def _workers(run: Run, name: str, ended: str) -> str:
-    """Lines of shell: where the preprocessing workers are, and a file that says that they are not
-    needed any more."""
+    """Return lines of shell that export the workers' addresses and stop the workers at the end.
+
+    Creating the file `ended` stops the preprocessing workers.
+    """
     hosts = [f"{name}-{DATA}-0-{number}.{name}" for number in range(run.file.cluster.cpu_nodes)]
     lines = [
         f"export DISTTRAIN_WORKERS={addresses(run, hosts)}",
@@ -226,7 +227,7 @@ def _workers(run: Run, name: str, ended: str) -> str:
 
 
 def _jobset(run: Run, start: Start, name: str) -> dict[str, Any]:
-    """The JobSet but for its jobs."""
+    """Return the JobSet without its jobs."""
     spec = run.file.cluster.kubernetes
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
@@ -266,7 +267,7 @@ def _jobset(run: Run, start: Start, name: str) -> dict[str, Any]:
 
 
 def _ranks_job(run: Run, script: Path, nodes: int, most: int, serving: bool) -> dict[str, Any]:
-    """The job of the ranks: a pod for every node, which takes all its GPUs."""
+    """Return the job of the ranks: a pod for every node, which takes all its GPUs."""
     spec = run.file.cluster.kubernetes
     devices = {GPU: gpus} if (gpus := _gpus(run)) else {}
     limits = devices | spec.resources
@@ -295,7 +296,7 @@ def _ranks_job(run: Run, script: Path, nodes: int, most: int, serving: bool) -> 
 
 
 def _data_job(run: Run, script: Path) -> dict[str, Any]:
-    """The job of the preprocessing nodes; a pod whose workers fail is started again where it is."""
+    """Return the job of the preprocessing nodes; a pod whose workers fail is restarted in place."""
     cluster, spec, tls = run.file.cluster, run.file.cluster.kubernetes, run.file.preprocess
     secrets = _secrets(run, serving=True)
     secrets["tls"] |= {"tls.crt": tls.tls_cert, "tls.key": tls.tls_key}
@@ -330,7 +331,7 @@ def _pod(
     resources: dict[str, Any],
     secrets: Secrets,
 ) -> dict[str, Any]:
-    """What a pod of either job has: the volume, shared memory, secrets by reference.
+    """Return the parts common to pods of both jobs: volume, shared memory, secrets by reference.
 
     Args:
         secrets: see `_secrets`.
@@ -357,7 +358,7 @@ def _pod(
             {
                 "name": name,
                 "image": spec.image,
-                # Kubernetes puts a variable's value for $(NAME)
+                # $$ escapes $: Kubernetes replaces $(NAME) by a variable's value
                 "command": ["bash", str(script.resolve()).replace("$", "$$")],
                 "resources": resources,
                 "volumeMounts": mounts,

@@ -1,4 +1,4 @@
-"""Manifests: YAML that every reader takes for the same values."""
+"""Manifests: YAML that every parser reads as the same values."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from typing import Any
 
 import yaml
 
-#: Words that no reader of YAML takes for a number, a truth value or nothing.
+#: Words that no YAML parser reads as a number, a boolean or null.
 PLAIN = re.compile(r"(?!(y|n|yes|no|on|off|true|false|null|nan|inf)$)[a-z][a-z0-9_./-]*", re.I)
 
 
 class _Dumper(yaml.SafeDumper):
-    """Strings in quotes unless they are plain words: Go's reader has 1e3 for a number, and PyYAML's
-    has not."""
+    """Dumper that quotes strings other than plain words, as Go's parser reads 1e3 as a number.
+
+    PyYAML's does not.
+    """
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -28,13 +30,13 @@ _Dumper.add_representer(str, _text)
 
 
 def to_yaml(comment: str, value: dict[str, Any]) -> str:
-    """A manifest, keys in the order given."""
+    """Return a manifest, with keys in their given order."""
     body = yaml.dump(value, Dumper=_Dumper, sort_keys=False, width=1000)
     return f"# {comment}\n{body}"
 
 
 def without_nothing(value: Any) -> Any:
-    """The same without values of None, and without empty lists and mappings."""
+    """Return the value without None, empty lists and empty mappings."""
     if isinstance(value, dict):
         some = {key: without_nothing(one) for key, one in value.items()}
         return {key: one for key, one in some.items() if one not in (None, {}, [])}

@@ -1,8 +1,8 @@
 """`cluster.kubernetes.pod_patch`: additions to the pods of a JobSet.
 
 Mappings are merged key by key; entries of `containers` and `volumes` are merged by `name`, those of
-`volumeMounts` by `mountPath`, as `kubectl patch` does it; everything else is added as it stands.
-What the job itself says stays: another value for it is refused, so that nothing of either is lost.
+`volumeMounts` by `mountPath`, as `kubectl patch` does; everything else is added unchanged. The
+job's values have priority: a different value for one of them is refused, so that neither is lost.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from disttrain_cli.errors import SpecError
 from disttrain_cli.spec.runfile import Run
 
 FIELD = "cluster.kubernetes.pod_patch"
-#: By which key the entries of a list are merged; other lists are no part of our pods.
+#: Key by which the entries of a list are merged; generated pods have no other lists.
 MERGED_BY = {"containers": "name", "volumes": "name", "volumeMounts": "mountPath"}
-#: Fields of the run file that set what our pods have.
+#: Fields of the run file that set fields of the generated pods.
 SET_BY = {
     "image": "image",
     "terminationGracePeriodSeconds": "grace_s",
@@ -23,13 +23,13 @@ SET_BY = {
     "resources": "resources",
     "persistentVolumeClaim": "claim",
 }
-#: Variables of a pod's environment that the job sets, or reads to find its place.
+#: Environment variables of a pod that the job sets, or reads to determine its ranks.
 OWN_ENV = (
     "JOB_COMPLETION_INDEX MASTER_ADDR MASTER_PORT RANK LOCAL_RANK GROUP_RANK ROLE_RANK WORLD_SIZE"
     " LOCAL_WORLD_SIZE GROUP_WORLD_SIZE ROLE_WORLD_SIZE DISTTRAIN_HOSTS DISTTRAIN_WORKERS"
     " DISTTRAIN_LISTENER"
 )
-#: Keys of our pods and containers that must not be there.
+#: Keys that pods and containers must not have, with the reason.
 ABSENT = {
     "hostname": "JobSet gives pods the names by which they find each other",
     "subdomain": "JobSet gives pods the names by which they find each other",
@@ -43,15 +43,16 @@ OWN_LABELS, OWN_DOMAINS = (
         "batch.kubernetes.io",
     ),
 )
-#: Additions to our own volumes and mounts that leave them what they are.
+#: Allowed additions to the job's volumes and mounts.
 HARMLESS = ("sizeLimit",)
 
 
 def patched(run: Run, job: str, spec: dict[str, Any]) -> dict[str, Any]:
-    """The pod template of a job whose PodSpec and container are ours, with the run file's patch.
+    """Return the pod template of a job: its PodSpec merged with the run file's patch.
 
     Args:
-        job: its name, which is also that of its container.
+        job: name of the job and of its container.
+        spec: the job's PodSpec.
 
     Raises:
         SpecError: the patch changes what the job needs, or cannot be merged.
@@ -93,7 +94,7 @@ def patched(run: Run, job: str, spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def _merged(ours: Any, added: Any, at: str) -> Any:
-    """What is ours, with what is added to it at a place of the pod."""
+    """Return the job's value merged with the patch's, at path `at` of the pod."""
     last = at.rpartition(".")[2]
     if isinstance(ours, dict) and isinstance(added, dict):
         fixed = "volumes[" in at or "volumeMounts[" in at
@@ -129,7 +130,7 @@ def _merged(ours: Any, added: Any, at: str) -> Any:
 
 
 def _by_key(entries: Any, by: str, at: str) -> dict[str, dict[str, Any]]:
-    """Entries of a list by the key that tells them apart."""
+    """Return the entries of a list by the key that identifies them."""
     found: dict[str, dict[str, Any]] = {}
     for one in entries if isinstance(entries, list) else [entries]:
         name = one.get(by) if isinstance(one, dict) else None
@@ -144,7 +145,7 @@ def _by_key(entries: Any, by: str, at: str) -> dict[str, dict[str, Any]]:
 
 
 def _check_environment(run: Run, container: dict[str, Any]) -> None:
-    """SpecError where a variable is the job's own, or stands there twice."""
+    """Raise SpecError if the patch sets one of the job's variables, or a variable twice."""
     interface = run.file.cluster.interface
     own = [*OWN_ENV.split(), *(["GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"] if interface else [])]
     at = f"spec.containers[{container['name']}].env"
@@ -160,7 +161,7 @@ def _check_environment(run: Run, container: dict[str, Any]) -> None:
 
 
 def _check_mounts(spec: dict[str, Any]) -> None:
-    """SpecError where a container mounts a volume that the pod does not have."""
+    """Raise SpecError if a container mounts a volume that the pod does not have."""
     volumes = {volume["name"] for volume in spec["volumes"]}
     others = _by_key(spec.get("initContainers", []), "name", "spec.initContainers")
     for container in (*spec["containers"], *others.values()):

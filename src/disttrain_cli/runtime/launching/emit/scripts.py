@@ -1,6 +1,6 @@
-"""What `disttrain train --emit` writes: a job file, and the scripts that start its ranks.
+"""Job file and start scripts of `disttrain train --emit`.
 
-The scripts are templates under `templates/launch/`; a value enters one only through `shlex.quote`,
+The scripts are templates under `templates/launch/`; a value is inserted only through `shlex.quote`,
 as a number, or as an option that the run file's schema has checked.
 """
 
@@ -32,16 +32,16 @@ if TYPE_CHECKING:
 
 
 class Emitted(BaseModel):
-    """What was written."""
+    """Files that were written, and the commands that start the job."""
 
     job: str
     scripts: list[str]
-    commands: list[str]  # that start them, one per host, or one in all
+    commands: list[str]  # one per host, or one in all
 
 
 @dataclass(frozen=True)
 class Start:
-    """What the ranks are to do, as the command line says it."""
+    """Options of the command line for a job's ranks."""
 
     steps: int
     resume: bool = False
@@ -51,16 +51,16 @@ class Start:
     origin: Path | None = None
 
     def folder(self, run: Run) -> RunDir:
-        """Where the ranks leave their logs."""
+        """Return the folder of the ranks' logs."""
         return run.dir.preflight if self.preflight else run.dir
 
     def restarts(self, run: Run) -> int:
-        """How often the job starts again by itself after a failure."""
+        """Return the number of automatic restarts after failures."""
         return 0 if self.preflight else run.file.train.restarts
 
 
 class _Template(Template):
-    """The shell has the dollar sign."""
+    """Template with @ as delimiter, as $ is the shell's."""
 
     delimiter = "@"
 
@@ -88,8 +88,11 @@ def write_job(
 
 
 def filled(name: str, values: Mapping[str, Any]) -> str:
-    """A template of `templates/launch/` with its values; others may be parts of it, as
-    `@{NAME.sh}`. A line that is nothing but an empty value is left out."""
+    """Return a template of `templates/launch/` with its values filled in.
+
+    It may include other templates as `@{NAME.sh}`. A line with nothing but an empty value is
+    removed.
+    """
     room = files("disttrain_cli") / "templates" / "launch"
     text = (room / name).read_text()
     for part in ("agent", "follow", "stopped"):
@@ -102,7 +105,7 @@ def filled(name: str, values: Mapping[str, Any]) -> str:
 
 
 def common(run: Run, job: Path, start: Start) -> dict[str, str]:
-    """Values that every script has: paths, the program, what the hosts' network needs."""
+    """Return the values that every script uses: paths, the program, and network settings."""
     logs = start.folder(run).logs.resolve()
     setup = run.file.cluster.slurm.setup
     interface = run.file.cluster.interface
@@ -118,7 +121,7 @@ def common(run: Run, job: Path, start: Start) -> dict[str, str]:
         "stopped": shlex.quote(str(stopped_file(logs))),
         "setup": ""
         if setup is None
-        # those of environments and modules use variables that are not set
+        # set +u, as setup scripts of environments and modules read unset variables
         else "set +u\n# shellcheck source=/dev/null\n"
         f"source {shlex.quote(str(run.resolve(setup)))}\nset -u",
         "exports": "\n".join(exports),
@@ -129,8 +132,7 @@ def common(run: Run, job: Path, start: Start) -> dict[str, str]:
 
 
 def check_plain(path: Path, what: str) -> None:
-    """SpecError where an option of sbatch, which takes no quotes apart as a shell does, cannot name
-    a path."""
+    """Raise SpecError if a path cannot be named in an option of sbatch, which has no quoting."""
     text = str(path)
     if any(sign in text for sign in "\"'\\%\n ") or not text.isprintable():
         raise SpecError(

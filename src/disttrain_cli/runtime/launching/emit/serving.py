@@ -1,4 +1,4 @@
-"""Preprocessing workers of an emitted job, on nodes of their own."""
+"""Preprocessing workers of an emitted job, on separate nodes."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from pathlib import Path
 from disttrain_cli.errors import SpecError
 from disttrain_cli.spec.runfile import Run
 
-SERVE_PORT = 8815  # of the first worker of a preprocessing node, the others follow
+SERVE_PORT = 8815  # port of a preprocessing node's first worker; the others follow
 
 
 def workers_per_node(run: Run) -> int:
-    """Processes on one preprocessing node, each with its decoding threads."""
+    """Return the number of processes on one preprocessing node, each with its decoding threads."""
     return max(1, run.file.cluster.cpu_node_cores // run.file.preprocess.workers)
 
 
 def serve_command(run: Run, plan_file: Path, *more: str) -> str:
-    """The module and its arguments that start a preprocessing node's workers, for a shell."""
+    """Return the quoted module and arguments that start a preprocessing node's workers."""
     command = ["disttrain_cli", "data", "serve", str(run.path.resolve())]
     command += [word for setting in run.settings for word in ("--set", setting)]
     command += ["--plan", str(plan_file.resolve()), "--host", "0.0.0.0"]
@@ -27,7 +27,7 @@ def serve_command(run: Run, plan_file: Path, *more: str) -> str:
 
 
 def addresses(run: Run, hosts: Sequence[str]) -> str:
-    """Of all workers on these hosts, as ranks read them (`join.WORKERS`)."""
+    """Return the addresses of all workers on these hosts, as ranks read them (`join.WORKERS`)."""
     return ",".join(
         f"grpc+tls://{host}:{SERVE_PORT + number}"
         for host in hosts
@@ -36,7 +36,7 @@ def addresses(run: Run, hosts: Sequence[str]) -> str:
 
 
 def check_no_nodes(run: Run, why: str) -> None:
-    """SpecError: the run file asks for preprocessing nodes, which no such job has."""
+    """Raise SpecError: the run file has preprocessing nodes, which this kind of job cannot have."""
     raise SpecError(
         f"{why}, and no preprocessing nodes",
         f"cluster.cpu_nodes: {run.file.cluster.cpu_nodes}",
@@ -46,7 +46,7 @@ def check_no_nodes(run: Run, why: str) -> None:
 
 
 def check_protected(run: Run) -> None:
-    """Workers on other nodes need TLS and a token; SpecError names what is missing."""
+    """Raise SpecError if TLS files or a token are missing, which workers on other nodes need."""
     spec = run.file.preprocess
     missing = [
         name

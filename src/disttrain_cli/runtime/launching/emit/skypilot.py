@@ -1,7 +1,7 @@
 """`--emit skypilot`: a SkyPilot task whose nodes run the ranks.
 
-Written after SkyPilot's task schema (0.11): a task has nodes of one kind, so that preprocessing
-nodes are refused.
+Follows SkyPilot's task schema (0.11): a task has nodes of one kind, so that preprocessing nodes are
+refused.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from disttrain_cli.spec.plan import Plan
     from disttrain_cli.spec.profile import Profile
 
-#: Where SkyPilot says which node this is, and what the others are called.
+#: Lines of shell that read the node's number and all addresses from SkyPilot's variables.
 PLACE = 'node="$SKYPILOT_NODE_RANK"\nmapfile -t hosts <<< "$SKYPILOT_NODE_IPS"'
-STOPPED = 143  # exit code of ranks that were told to end (`templates/launch/node.sh`)
+STOPPED = 143  # exit code of ranks that were stopped (`templates/launch/node.sh`)
 
 
 def emit_skypilot(
@@ -76,7 +76,7 @@ def emit_skypilot(
 
 
 def commands(folder: Path) -> list[str]:
-    """What to type."""
+    """Return the commands for the user to run."""
     return [shlex.join(["sky", "jobs", "launch", str(_file(folder).resolve())])]
 
 
@@ -85,16 +85,16 @@ def _file(folder: Path) -> Path:
 
 
 def _name(name: str) -> str:
-    """What a task is called in SkyPilot's lists: no signs in a row, and none at an end."""
+    """Return the task's name in SkyPilot: no punctuation repeated or at an end."""
     return re.sub(r"([._-])[._-]+", r"\1", name).strip("._-")
 
 
 def check(run: Run, folder: Path, serving: bool, *, plan_file: Path) -> None:
-    """Refuse what could not start, before there is a plan.
+    """Refuse a job that could not start, before there is a plan.
 
     Raises:
-        SpecError: preprocessing nodes; what `cluster.skypilot` must say and does not; files outside
-            the volume.
+        SpecError: preprocessing nodes; required fields of `cluster.skypilot` that are missing;
+            files outside the volume.
     """
     cluster, spec = run.file.cluster, run.file.cluster.skypilot
     if serving:

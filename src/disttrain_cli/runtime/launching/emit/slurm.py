@@ -1,5 +1,7 @@
-"""`--emit slurm`: one sbatch script; GPU nodes, and CPU nodes for preprocessing as another
-component of the job."""
+"""`--emit slurm`: one sbatch script for GPU nodes, and CPU nodes as a heterogeneous component.
+
+The CPU nodes run preprocessing.
+"""
 
 from __future__ import annotations
 
@@ -65,11 +67,11 @@ def emit_slurm(
 
 
 def check(run: Run, folder: Path, serving: bool) -> None:
-    """Refuse what could not start, before there is a plan.
+    """Refuse a job that could not start, before there is a plan.
 
     Raises:
         SpecError: a folder that no option of sbatch can name; a rank's share of a node's cores is
-            too small; preprocessing nodes without what protects their data (TLS and a token).
+            too small; preprocessing nodes without TLS and a token.
     """
     check_plain(folder.resolve(), "The folder of the scripts")
     cpus_per_rank(run, serving)
@@ -78,7 +80,7 @@ def check(run: Run, folder: Path, serving: bool) -> None:
 
 
 def commands(folder: Path) -> list[str]:
-    """What to type."""
+    """Return the commands for the user to run."""
     return [shlex.join(["sbatch", str(_script(folder).resolve())])]
 
 
@@ -87,8 +89,7 @@ def _script(folder: Path) -> Path:
 
 
 def _options(run: Run, nodes: list[Node], folder: Path, serving: bool) -> list[str]:
-    """The script's `#SBATCH` lines, those of the preprocessing nodes after those of the GPU
-    nodes."""
+    """Return the script's `#SBATCH` lines: of the GPU nodes, then of the preprocessing nodes."""
     cluster, slurm = run.file.cluster, run.file.cluster.slurm
     options = [
         f"--job-name={run.file.name}",
@@ -130,7 +131,7 @@ def _paid(run: Run) -> list[str]:
 
 
 def _serve(run: Run, plan_file: Path, values: dict[str, str]) -> str:
-    """Start the preprocessing workers, and tell the ranks where they are."""
+    """Return lines of shell that start the preprocessing workers and export their addresses."""
     spec = run.file.preprocess
     assert spec.tls_cert is not None and spec.tls_key is not None
     served = {

@@ -1,4 +1,4 @@
-"""What `--emit` refuses before anything expensive is imported: jobs that could not start."""
+"""Early checks of `--emit` for jobs that could not start, before anything expensive is imported."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ LAST_PORT = 65535
 def check_startable(
     run: Run, kind: str, folder: Path, plan_file: Path, *, preflight: bool
 ) -> list[str]:
-    """Check what the run file says of a job, and return sentences of what may stop it.
+    """Check the run file's settings for a job; return warnings about what may stop it.
 
     Args:
         kind: of `--emit`.
-        folder: where scripts will lie.
+        folder: of the scripts.
 
     Raises:
         SpecError: the job could not start.
@@ -80,7 +80,7 @@ def check_startable(
 
 
 def _setup(run: Run, given: str) -> Path:
-    """The script that is sourced first; SpecError where it is a folder."""
+    """Return the script that is sourced first; raises SpecError if it is a folder."""
     path = run.resolve(given)
     if path.is_dir():
         raise SpecError(
@@ -92,7 +92,7 @@ def _setup(run: Run, given: str) -> Path:
 
 
 def check_planned(run: Run, plan: Plan, profile: Profile, kind: str) -> list[str]:
-    """The same for a plan that is checked: which devices it is for, and where its ranks run.
+    """Check a plan's devices, and that its ranks fit on the hosts; return warnings.
 
     Raises:
         SpecError: the plan leaves devices out, or its ranks do not fit on the hosts.

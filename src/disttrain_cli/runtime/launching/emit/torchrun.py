@@ -1,4 +1,4 @@
-"""`--emit torchrun`: one script per host, and the ssh lines that start them."""
+"""`--emit torchrun`: one script per host, and the ssh commands that start them."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 
 
 def emit_torchrun(run: Run, plan: Plan, profile: Profile, folder: Path, start: Start) -> Emitted:
-    """Write a job file and one script per host into `folder`, which every host must see under the
-    same name.
+    """Write a job file and one script per host into `folder`, a path that all hosts must share.
 
     Raises:
         SpecError: as `check`, or the hosts have too few slots.
@@ -40,7 +39,7 @@ def emit_torchrun(run: Run, plan: Plan, profile: Profile, folder: Path, start: S
 
 
 def check(run: Run, serving: bool) -> None:
-    """Refuse what could not start, before there is a plan.
+    """Refuse a job that could not start, before there is a plan.
 
     Raises:
         SpecError: the hosts are not known, or one of several is this host's loopback;
@@ -96,12 +95,12 @@ def _scripts(run: Run, nodes: list[Node], job: Path, start: Start) -> list[str]:
 
 
 def master(nodes: list[Node]) -> str:
-    """Where the ranks meet: on the first host; loopback where it is the only one."""
+    """Return the rendezvous' address: the first host, or loopback if it is the only one."""
     return "127.0.0.1" if len(nodes) == 1 else shlex.quote(nodes[0].host)
 
 
 def commands(nodes: Sequence[Node], folder: Path) -> list[str]:
-    """What to type for each host; nothing is needed there but a shell."""
+    """Return the command for each host, which needs nothing but a shell."""
     commands_of = [
         f"bash {shlex.quote(str(_script(folder, number).resolve()))}"
         for number in range(len(nodes))

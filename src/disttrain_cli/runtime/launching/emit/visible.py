@@ -1,4 +1,4 @@
-"""Files that an emitted job names: that they are there, and that the nodes see them."""
+"""Checks of the files that an emitted job references: they exist, and the nodes see them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from disttrain_cli.spec import hub
 from disttrain_cli.spec.runfile import Run
 from disttrain_cli.spec.runfile.data import is_url
 
-#: Folders of which every host usually has its own.
+#: Folders that hosts usually do not share.
 HOSTS_OWN = ("/tmp", "/var/tmp", "/dev/shm", "/run")
 
 
 def named_files(run: Run) -> dict[str, Path]:
-    """Data, models and tokenizer on this host, by the fields that name them."""
+    """Return data, models and tokenizer on this host, by the run-file fields that name them."""
     model = run.file.model
     given: dict[str, str | None] = {}
     for number, source in enumerate(run.file.data.sources):
@@ -31,7 +31,7 @@ def named_files(run: Run) -> dict[str, Path]:
         hosted[f"{at}.lora.folder"] = spec.lora.folder if spec.lora else None
     if run.file.data.tokenizer != "bytes":
         hosted["data.tokenizer"] = run.file.data.tokenizer
-    # those of a published folder's modules are the folder itself
+    # modules of a published folder repeat its path, which is listed once
     for field, path in hosted.items():
         if path and path not in given.values() and not hub.is_name(path, run.folder):
             given[field] = path
@@ -39,8 +39,10 @@ def named_files(run: Run) -> dict[str, Path]:
 
 
 def protecting_files(run: Run, serving: bool) -> dict[str, Path]:
-    """Files of TLS and the token that ranks, and preprocessing nodes of this job, read; those with
-    the name of a node in theirs are left out."""
+    """Return the TLS files and token that ranks and this job's preprocessing nodes read.
+
+    Paths that contain a node's name are left out.
+    """
     spec = run.file.preprocess
     if not (serving or spec.addresses):
         return {}
@@ -55,9 +57,9 @@ def protecting_files(run: Run, serving: bool) -> dict[str, Path]:
 
 
 def check_there(files: Mapping[str, Path]) -> None:
-    """SpecError where a field names a file or folder that is not there."""
+    """Raise SpecError if a field names a file or folder that does not exist."""
     for field, path in files.items():
-        if not os.path.exists(path):  # False, too, in a folder that is closed
+        if not os.path.exists(path):  # False, too, where a folder denies access
             home = "~ stands for no folder here. " if "~" in path.parts else ""
             raise SpecError(
                 f"{field}: there is nothing at {path}",
@@ -67,7 +69,7 @@ def check_there(files: Mapping[str, Path]) -> None:
 
 
 def unshared(files: Mapping[str, Path]) -> list[str]:
-    """A sentence for the files that other hosts probably do not have, if there are any."""
+    """Return a warning about files that other hosts probably lack, if there are any."""
     own = [
         f"{field} ({path})"
         for field, path in {"the environment of Python": Path(sys.prefix), **files}.items()
@@ -82,8 +84,7 @@ def unshared(files: Mapping[str, Path]) -> list[str]:
 
 
 def check_mounted(run: Run, mount: str, files: Sequence[Path], field: str) -> None:
-    """SpecError where a file of the run would not be found in a container that mounts its volume at
-    `mount`."""
+    """Raise SpecError if a file of the run is outside the volume that containers mount."""
     outside = [
         str(path.resolve())
         for path in (run.path, run.dir.root, *files, *named_files(run).values())
@@ -99,10 +100,10 @@ def check_mounted(run: Run, mount: str, files: Sequence[Path], field: str) -> No
 
 
 def downloads(run: Run, pod_patch: str = "") -> list[str]:
-    """A sentence for the models by name that containers have no cache of, if there are any.
+    """Return a note on models by name that containers have no cache for, if there are any.
 
     Args:
-        pod_patch: what is added to pods, which may set such a cache.
+        pod_patch: additions to pods, which may set such a cache.
     """
     if not run.revisions or "HF_HOME" in pod_patch or "HF_HUB_CACHE" in pod_patch:
         return []
