@@ -179,7 +179,9 @@ def test_training_plans_nothing_for_machines_that_are_not_here(run_folder, old, 
     before = sorted(run_folder.rglob("*"))
     with pytest.raises(SpecError, match="no plan") as caught:
         train(run_folder)
-    assert "disttrain plan" in caught.value.next_step and sorted(run_folder.rglob("*")) == before
+    assert (
+        "disttrain_cli.plan" in caught.value.next_step and sorted(run_folder.rglob("*")) == before
+    )
 
 
 def test_a_plan_of_another_profile_is_not_trained(run_folder):

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from disttrain_cli import api
+from disttrain_cli.api import measuring
 from disttrain_cli.app import main
 from disttrain_cli.spec.progress import silent
 from tests.data.dataset import damaged, encoded, write_tar
@@ -153,7 +154,7 @@ def test_reindexing_takes_nothing_over(damaged_folder, capsys):
     index(capsys, damaged_folder, "--share", "0/1")
     partial = damaged_folder / "runs" / "tiny" / "index.partial"
     assert len(list(partial.iterdir())) == 1
-    api._reindex(api.open_run(damaged_folder), silent)
+    measuring._reindex(api.open_run(damaged_folder), silent)
     assert not partial.exists()
 
 

@@ -72,7 +72,7 @@ def test_errors_of_every_command_name_the_users_run_file(run_folder, capsys, mon
     monkeypatch.chdir(run_folder.parent)
     shutil.rmtree(run_folder / "runs")
     given = run_folder.name
-    for command in ("plan", "train", "data serve"):  # the profile or the plan is missing
+    for command in ("plan", "train --resume", "data serve"):  # the profile or the plan is missing
         code, _, err = call_any([*command.split(), given], capsys)
         assert code == 1 and re.search(rf"disttrain (profile|plan) {given}\b", err), (command, err)
 

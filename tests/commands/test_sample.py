@@ -201,7 +201,7 @@ def test_a_judge_that_is_not_installed_is_said_before_anything_is_done(
     tmp_path, capsys, monkeypatch
 ):
     run = written_run(tmp_path / "run", "llm", "image_generator", judge="digits")
-    monkeypatch.setattr("disttrain_cli.data.digits.find_spec", lambda name: None)
+    monkeypatch.setattr("disttrain_cli.data.metrics.find_spec", lambda name: None)
     assert disttrain("sample", run.path, "--prompt", "Draw a seven.") == 1
     assert (
         "pip install 'scikit-learn>=1.5'" in capsys.readouterr().err

@@ -11,6 +11,7 @@ from disttrain_cli.commands.steps import LiveStep
 from disttrain_cli.errors import RankFailedError, RankLostError, UsageError
 from disttrain_cli.runtime import train as training
 from disttrain_cli.runtime.launching.supervise import Planned
+from disttrain_cli.spec.runfile import read_run
 
 STEPS = [
     {
@@ -195,13 +196,11 @@ def test_steps_to_profile_reach_the_ranks(planned, monkeypatch, capsys):
     monkeypatch.setattr(training, "train", train)
     assert call(["train", planned, "--steps", "20", "--profile-steps", "5:8"], capsys)[0] == 4
     assert given == [range(5, 8)]
-    assert (
-        call(
-            ["train", planned, "--steps", "20", "--profile-steps", "5:8", "--emit", "torchrun"],
-            capsys,
-        )[0]
-        == 0
-    )
+    for source in read_run(planned / "disttrain.yaml").file.data.sources:
+        (planned / source.path).mkdir(parents=True)
+    words = ["train", planned, "--steps", "20", "--profile-steps", "5:8", "--emit", "torchrun"]
+    code, _, err = call(words, capsys)
+    assert code == 0, err
     job = json.loads((planned / "runs" / "tiny" / "launch" / "job.json").read_text())
     assert job["payload"]["profile_steps"] == [5, 8]
 

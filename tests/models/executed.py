@@ -88,7 +88,7 @@ def _one(path: str, place: int, tp: int, sizes: dict[str, Any]) -> dict[str, flo
     with unset_fake_temporarily():
         table, inputs = layer_table(run), describe(run)
         on_host = probe_batch(inputs, **sizes)
-        layer = build_layers(run, place, place + 1, "meta", dtype, tp)[0]
+        layer = build_layers(run, place, place + 1, "meta", dtype, tp=tp)[0]
         if hasattr(layer, "layout"):
             for grid in on_host.of("image").grids:
                 layer.layout(*grid)  # looked up later, as its values are needed

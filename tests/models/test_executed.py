@@ -317,7 +317,7 @@ def priced(path: str, place: int, tp: int, sizes: dict[str, Any]) -> dict[str, f
         name: probe_work(inputs, name, **fixed) if info.kind == "block.deepstack" else Work()
         for name in run.file.model.order
     }
-    amount = input_bytes(info, table, inputs, works, dtype.itemsize, tp)
+    amount = input_bytes(info, table, inputs, works, dtype.itemsize, tp=tp)
     tokens = works[info.module].tokens or sum(
         rows * columns for rows, columns in sizes.get("image", [])
     )

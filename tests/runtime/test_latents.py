@@ -248,7 +248,7 @@ def test_past_the_allowed_fraction_it_stops_whatever_earlier_calls_made(
         with pytest.raises(DataError, match="4 images or clips cannot be decoded") as caught:
             make_latents(strict, silent)
         assert "61: segments[1]" in caught.value.why and "17: segments[1]" in caught.value.why
-        assert "data check" in caught.value.next_step
+        assert "data_check" in caught.value.next_step
     lenient = changed(cached, {}, data={"max_bad_fraction": 0.14})
     shutil.copytree(strict.dir.root, lenient.dir.root)
     index, made = make_latents(lenient, silent)
@@ -351,7 +351,7 @@ def test_new_shards_are_added_and_the_others_stay(cached: Run, data: Path) -> No
     grown = open_index(cached, describe(cached))
     with pytest.raises(MismatchError, match="other data") as caught:
         described(cached, grown)
-    assert index.fingerprint in caught.value.why and "data latents" in caught.value.next_step
+    assert index.fingerprint in caught.value.why and "data_latents" in caught.value.next_step
     index, made = make_latents(cached, silent)
     assert [(one.images, one.encoded) for one in made] == [(27, 3), (27, 3)]
     after = files_of(cached)

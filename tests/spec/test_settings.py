@@ -120,7 +120,7 @@ def test_differences_are_named_as_settings(file, setting, found):
 def test_commands_take_settings_and_suggest_themselves_with_them(file, capsys, monkeypatch):
     monkeypatch.chdir(file.parent)
     words = ["--set", "name=x", "--set", "train.steps=3"]
-    for command in (["plan"], ["train"], ["data", "serve"]):
+    for command in (["plan"], ["train", "--resume"], ["data", "serve"]):
         with pytest.raises(SystemExit) as left:
             main([*command, *words])
         err = capsys.readouterr().err

@@ -219,14 +219,14 @@ def of_model(function: Function) -> Function:
     """
 
     @lru_cache(maxsize=MOST)
-    def known(model: _Model, arguments: tuple[Any, ...]) -> Any:
-        return function(model.run, *arguments)
+    def known(model: _Model, *arguments: Any, **named: Any) -> Any:
+        return function(model.run, *arguments, **named)
 
     @wraps(function)
-    def answer(run: Run, *arguments: Any) -> Any:
+    def answer(run: Run, *arguments: Any, **named: Any) -> Any:
         key = _remember_makers(run), run.file.train.precision, describe(run).model_dump_json()
         hashable = (tuple(one) if isinstance(one, list) else one for one in arguments)
-        return known(_Model(key, run), tuple(hashable))
+        return known(_Model(key, run), *hashable, **named)
 
     return cast(Function, answer)
 

@@ -95,9 +95,8 @@ def test_a_folder_of_runs_names_them(tmp_path):
         synthetic.write(tmp_path / name / "traces", synthetic.Synthetic(steps=2))
     with pytest.raises(DataError, match=r"those of 2 runs") as caught:
         analyze([tmp_path])
-    assert str(tmp_path / "two") in str(
-        caught.value
-    ) and f"disttrain analyze {tmp_path / 'one'}" in str(caught.value)
+    said = str(caught.value)
+    assert str(tmp_path / "two") in said and f"disttrain_cli.analyze('{tmp_path / 'one'}')" in said
 
 
 def test_a_single_step_is_taken_and_said(tmp_path):

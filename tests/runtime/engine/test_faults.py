@@ -59,7 +59,7 @@ def test_memory_that_runs_out_names_the_unit_and_what_helps(error: RuntimeError)
         "checkpointing: true for unit llm",
         "zero_stage: 1",
         "tp: 2",
-        "disttrain plan",
+        "disttrain_cli.plan",
     ):
         assert word in caught.value.next_step
 

@@ -189,7 +189,7 @@ def test_communicators_are_as_many_as_the_memory_model_counts() -> None:
             sizes = [dist.get_world_size(group) for group in grid.groups.values()]
             here, stage = place.stage.number, place.stage
             assert sum(size > 1 for size in sizes) == counted(
-                stage.tp, stage.unit.dp, len(stage.before) + len(stage.after)
+                len(stage.before) + len(stage.after), tp=stage.tp, dp=stage.unit.dp
             )
             assert set(grid.ways) == {
                 way

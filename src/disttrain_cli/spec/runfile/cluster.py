@@ -116,7 +116,7 @@ class SlurmSpec(Strict):
         ),
     )
     mem: (
-        Annotated[int, Field(ge=0)]
+        Annotated[int, Field(ge=0, le=1_000_000_000)]
         | Annotated[str, Form(r"^\d+[KMGT]?$", "a number of MB, or one with K, M, G or T")]
         | None
     ) = Field(
