@@ -588,7 +588,7 @@ class Fingerprints(Strict):
 
 
 class Measuring(Strict):
-    """What measuring the layers was allowed to take, what it took, and how far it came."""
+    """Budget, spending and coverage of measuring the layers."""
 
     clock: Literal["cpu", "wall"] = Field(
         description="What is counted: CPU time of all processes together, or wall time (GPUs)."
