@@ -71,10 +71,11 @@ class RankLostError(RankFailedError):
     """A rank died or hangs without reporting a reason.
 
     A restart may help, and `train.restarts` allows automatic ones. `rank` is its number, where it
-    is known.
+    is known. `begun` is False if the start ended before anything in the run's folder was changed.
     """
 
     rank: int | None = None
+    begun = True
 
 
 class ConditionHoldsError(DisttrainError):

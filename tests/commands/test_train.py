@@ -55,6 +55,7 @@ def faked(planned, monkeypatch):
         on_step,
         progress,
         note,
+        again,
         replanner,
     ):
         root = Path(run.dir.root)
@@ -203,6 +204,22 @@ def test_steps_to_profile_reach_the_ranks(planned, monkeypatch, capsys):
     assert code == 0, err
     job = json.loads((planned / "runs" / "tiny" / "launch" / "job.json").read_text())
     assert job["payload"]["profile_steps"] == [5, 8]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--preflight", "--rehearse"],
+        ["--preflight", "--dry-run"],
+        ["--preflight", "--restart"],
+        ["--preflight", "--resume"],
+        ["--preflight", "--from", "runs/other"],
+        ["--rehearse", "--restart"],
+    ],
+)
+def test_options_without_effect_are_wrong_usage(planned, capsys, options):
+    code, out, err = call(["train", planned, *options], capsys)
+    assert code == 2 and out == "" and f"{options[0]} does not go with {options[1]}" in err
 
 
 @pytest.mark.parametrize(

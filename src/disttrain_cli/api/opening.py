@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -72,7 +71,7 @@ def check_number(
     name: str, value: object, least: int, most: float = math.inf, whole: bool = True
 ) -> None:
     """Raise UsageError if an argument is neither None nor a number in this range."""
-    number = isinstance(value, Integral if whole else Real) and not isinstance(value, bool)
+    number = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
     if value is not None and not (number and least <= value <= most):  # type: ignore[operator]
         words = "whole numbers" if whole else "numbers"
         limit = f"{least:,} or more" if most == math.inf else f"{least:,} to {most:,}"

@@ -88,7 +88,8 @@ def dry_run(
 
     graph = stage_graph(chosen.plan, profile.inputs.llm)
     nodes = place_ranks(graph, hosts_of(opened))
-    start = command or shlex.join(["disttrain", "train", str(opened.path)])
+    sets = [word for setting in opened.settings for word in ("--set", setting)]
+    start = command or shlex.join(["disttrain", "train", str(opened.path), *sets])
     return Ranks(
         plan=chosen.plan,
         ranks=graph.world_size,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,7 @@ from disttrain_cli.api.measuring import passes_of
 from disttrain_cli.api.opening import Note, check_choice, check_number, ignore, open_run, path_of
 from disttrain_cli.api.planning import checked_plan
 from disttrain_cli.api.ranks import Kind, default_folder
-from disttrain_cli.calls import DEFAULT_RUN_FILE, argument, call
+from disttrain_cli.calls import DEFAULT_RUN_FILE, argument, call, now_read_by, read_by
 from disttrain_cli.errors import UsageError
 from disttrain_cli.naming import short_path
 from disttrain_cli.spec.progress import Progress, silent
@@ -85,11 +84,12 @@ def train(
     lacks_plan = plan is None and not opened.dir.plan.is_file()
     if lacks_plan and (resume or not plans_itself(opened)):
         checked_plan(opened)  # raises before the run's folder is written
+    again = _again("train", plan=plan, steps=steps, profile_steps=profile_steps, origin=origin)
     with alone(opened.dir):
         if lacks_plan:
             check_scores(opened.file.samples)
             if not restart:
-                check_fresh(opened.dir)
+                check_fresh(opened.dir, again)
             _plan_here(opened, progress, note)
         chosen, costs = checked_plan(opened, plan)
         total = steps if steps is not None else opened.file.train.total_steps
@@ -115,10 +115,27 @@ def train(
                 on_step=on_step,
                 progress=progress,
                 note=note,
+                again=again,
                 replanner=replanner,
             )
     verdict = learned(opened, costs, result.samples, note)
     return result.model_copy(update={"learning": verdict})
+
+
+def _again(function: str, **given: Any) -> Callable[..., str]:
+    """Return what spells a call again, with `resume` or `restart`; to resume takes no origin."""
+    known = {name: one for name, one in given.items() if _can_be_spelled(one)}
+
+    def again(**how: bool) -> str:
+        left_out = ("origin",) if "resume" in how else ()
+        kept = {name: one for name, one in known.items() if name not in left_out}
+        return call(function, **kept, **how)
+
+    return again
+
+
+def _can_be_spelled(value: object) -> bool:
+    return isinstance(value, str | int | range | Path)
 
 
 def plans_itself(run: Run) -> bool:
@@ -140,10 +157,12 @@ def plans_itself(run: Run) -> bool:
 
 def _plan_here(run: Run, progress: Progress, note: Note) -> None:
     """Profile a run that has no profile, and plan it; raises as `profile` and `plan`."""
+    reader = now_read_by()  # who called `train`, not this function
     if not run.dir.profile.is_file():
         path = measuring.profile(run, progress=progress, note=note).path
         note(f"Wrote {short_path(path)}: the run had no profile.")
     made = planning.plan(run, sensitivity=False, progress=progress, note=note)
+    read_by(reader)
     note(f"Wrote {short_path(made.path)}: the run had no plan. {made.plan.plan.describe()}")
 
 
@@ -302,10 +321,11 @@ def emit(
 
     if not (resume or restart or preflight):
         given = {"plan": plan, "steps": steps, "profile_steps": profile_steps, "origin": origin}
-        again = {name: one for name, one in (given | {"out": out}).items() if one is not None}
-        check_fresh(opened.dir, call_of=partial(call, "emit", kind=kind, **again))
+        check_fresh(opened.dir, _again("emit", kind=kind, **given, out=out))
     folder = path_of(out) or default_folder(opened)
-    file = Path(plan) if isinstance(plan, Path | str) else opened.dir.plan
+    file = opened.dir.plan if plan is None else folder / "plan.yaml"
+    if isinstance(plan, Path | str):
+        file = Path(plan)
     notes = check_startable(opened, kind, folder, file, preflight=preflight)
     weights = find_origin(origin)
     chosen, profile = _trained(opened, plan)
@@ -316,6 +336,7 @@ def emit(
     from disttrain_cli.runtime.launching.emit import jobset, skypilot, slurm, torchrun
     from disttrain_cli.runtime.launching.emit.scripts import Start
     from disttrain_cli.runtime.train import check_profiled
+    from disttrain_cli.spec.plan import Plan, write_plan
 
     if profile_steps is not None:
         check_profiled(profile_steps, total)
@@ -323,6 +344,8 @@ def emit(
         for sentence in starts(opened, weights, resume):
             note(sentence)
         say_start(opened, total, note)
+    if isinstance(plan, Plan):
+        write_plan(file, plan)
     start = Start(
         total,
         resume=resume,

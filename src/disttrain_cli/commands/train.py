@@ -191,8 +191,10 @@ def run(
 
 def _train(console: Console, asked: Asked, chosen: Chosen) -> None:
     again = next_command("train", asked.run_file, plan=asked.plan, steps=asked.steps)
+    origin = {} if asked.origin is None else {"from": asked.origin}
+    first = next_command("train", asked.run_file, plan=asked.plan, steps=asked.steps, **origin)
     with (
-        _ways_on(chosen.run, again),
+        _ways_on(chosen.run, again, first + " --restart" * asked.restart),
         console.progress() as progress,
     ):
         live = LiveStep(progress)
@@ -239,18 +241,23 @@ def _write_scripts(console: Console, kind: Kind, asked: Asked, chosen: Chosen) -
 
 
 @contextmanager
-def _ways_on(run: Run, again: str) -> Iterator[None]:
-    """Add to a lost rank's error how to continue; `again` is the command that started the run."""
+def _ways_on(run: Run, again: str, first: str) -> Iterator[None]:
+    """Add to a lost rank's error how to continue.
+
+    Args:
+        again: the command to which `--resume` is added.
+        first: the command that started the run.
+    """
     from disttrain_cli.runtime.checkpoints.folder import latest
 
     try:
         yield
     except RankLostError as error:
-        newest = latest(run.dir.checkpoints)
+        newest = latest(run.dir.checkpoints) if error.begun else None
         error.next_step = (
             f"Go on from {newest.name}: {again} --resume"
             if newest
-            else f"{error.next_step}\nThere is no checkpoint yet; start again: {again}"
+            else f"{error.next_step}\nThere is no checkpoint yet; start again: {first}"
         )
         raise
 

@@ -116,6 +116,21 @@ def _check_modes(asked: Asked) -> None:
             + f" --emit {asked.emit}" * (asked.emit is not None),
             "disttrain train --dry-run --device cuda",
         )
+    preflight = asked.preflight and asked.emit is None
+    for option, given in (
+        ("rehearse", preflight and asked.rehearse),
+        ("dry-run", preflight and asked.dry_run),
+        ("restart", (preflight or asked.rehearse) and asked.restart),
+        ("resume", preflight and asked.resume),
+        ("from", preflight and asked.origin is not None),
+    ):
+        if given:
+            mode = "--preflight" if preflight else "--rehearse"
+            raise UsageError(
+                f"{mode} does not go with --{option}",
+                f"--{option} would have no effect",
+                "Leave one of the two out.",
+            )
     if asked.origin is not None and asked.rehearse:
         raise UsageError(
             "--from does not go with --rehearse",

@@ -19,7 +19,7 @@ from disttrain_cli.errors import DataError, SpecError
 from disttrain_cli.spec.extras import install_command
 from disttrain_cli.spec.plugins import with_plugins
 from disttrain_cli.spec.runfile.samples import SampleSpec
-from disttrain_cli.spec.samples import Answer, Judge, Samples
+from disttrain_cli.spec.samples import Answer, Drawn, Judge, Samples
 
 T = TypeVar("T")
 
@@ -128,7 +128,9 @@ def judged(
         judge = judge_named(name)()
         seen = [label for pictures in images.values() for label in judge.recognise(pictures)]
         drawn = [
-            one.model_copy(update={"asked": judge.named(one.prompt), "recognised": label})
+            Drawn.model_validate(
+                one.model_dump() | {"asked": judge.named(one.prompt), "recognised": label}
+            )
             for one, label in zip(samples.drawn, seen, strict=True)
         ]
         written = [

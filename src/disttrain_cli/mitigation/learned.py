@@ -13,6 +13,7 @@ from typing import Any
 
 from disttrain_cli.analysis.job.files import recorded_steps
 from disttrain_cli.analysis.learning import learning
+from disttrain_cli.errors import SpecError
 from disttrain_cli.spec.learning import Learning
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.runfile import Run, read_run
@@ -38,7 +39,11 @@ def learned(
         from disttrain_cli.runtime.watching.trackers import sampled, trackers_of
 
         values = {"verdict": f"{verdict.headline}. {verdict.advice}".rstrip()}
-        start = read_job(run.dir.traces / "job.json").run
+        try:
+            start = read_job(run.dir.traces / "job.json").run
+        except SpecError as error:  # a full disk when training began
+            say(f"warning: trackers get no verdict: {error.what}")
+            return verdict
         for tracker in trackers_of(run, start, True, say):
             if samples is not None:
                 folder = run.dir.images / Path(samples.checkpoint).name

@@ -49,7 +49,9 @@ def infeasible(profile: Profile, cluster: Cluster, strategy: Strategy) -> Infeas
         return InfeasibleError(
             f"No{named} layout exists on {cluster.gpus} GPUs",
             f"a global batch of {cluster.batch} sequences, nodes of {cluster.gpus_per_node} GPUs",
-            f"Use another strategy: {call('plan', strategy='auto')}",
+            "Use another number of devices, or another train.global_batch_size."
+            if strategy == "auto"
+            else f"Use another strategy: {call('plan', strategy='auto')}",
         )
     memory_gib, binding = limit
     device_gib = cluster.memory_gib + cluster.margin_gib

@@ -37,10 +37,13 @@ class Meter:
     def stopped(self) -> Iterator[None]:
         """Exclude the time spent inside the context."""
         begin_s = self._now()
-        yield
-        self._began_s = {
-            kind: self._began_s[kind] + now_s - begin_s[kind] for kind, now_s in self._now().items()
-        }
+        try:
+            yield
+        finally:
+            self._began_s = {
+                kind: self._began_s[kind] + now_s - begin_s[kind]
+                for kind, now_s in self._now().items()
+            }
 
     @staticmethod
     def _now() -> dict[str, float]:

@@ -144,7 +144,7 @@ def measure(
 def _counts(request: Request, measured: Measured, module: str) -> dict[str, tuple[int, int]]:
     """Return, by TP size of a module, (draws measured, all draws).
 
-    None count as measured where those of trained or of frozen weights are too few for a fit.
+    None count as measured where some that a fit needs are missing, of trained or frozen weights.
     """
     counts: dict[str, tuple[int, int]] = {}
     for tp in sorted({one.tp for one in request.variants if one.module == module}):
@@ -156,7 +156,11 @@ def _counts(request: Request, measured: Measured, module: str) -> dict[str, tupl
             )
             for one in variants
         ]
-        fitted = all(count >= len(one.needed) for count, one in zip(done, variants, strict=True))
+        fitted = all(
+            record_name(module, one.frozen, draw, tp=tp) in measured.records
+            for one in variants
+            for draw in one.needed
+        )
         counts[str(tp)] = (sum(done) if fitted else 0, sum(len(one.draws) for one in variants))
     return counts
 

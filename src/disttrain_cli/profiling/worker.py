@@ -151,13 +151,19 @@ class Rates:
         self._store.set(self._keys[self._rank], json.dumps(sums))
 
     def training_s(self, flops: Mapping[str, float]) -> float | None:
-        """Return the CPU time of a training of these FLOPs; None until all have published."""
+        """Return the CPU time of a training of these FLOPs.
+
+        None until all processes have published, and if no draw of a module was measured: a resumed
+        profile may know all of the first round.
+        """
         if not self._store.check(self._keys):
             return None
         told = [json.loads(self._store.get(key)) for key in self._keys]
         seconds = 0.0
         for module, count in flops.items():
             took_s, done = np.sum([one.get(module, (0.0, 0.0)) for one in told], axis=0)
+            if count and not done:
+                return None
             seconds += count * took_s / done if done else 0.0
         return seconds
 
@@ -256,6 +262,8 @@ class Session:
 
     def _visit(self, group: Group, groups_left: int, first: bool) -> None:
         """Measure all that fits into a group's share of the remaining time."""
+        if not group.rate.flops:
+            self._estimate(group)
         reserved_s = self._budget.left_s * (1.0 - 1.0 / groups_left)
         while (chosen := self._next(group, reserved_s, first)) is not None:
             self._measure(group, chosen, reserved_s)
@@ -263,6 +271,23 @@ class Session:
                 training_s = self._rates.training_s(self._payload["training_flops"])
                 if training_s is not None:
                     self._budget.limit_s, self._rates = cpu_budget_s(training_s), None
+
+    def _estimate(self, group: Group) -> None:
+        """Time the smallest draw of a group, so that the first one that counts is not its largest.
+
+        A process measures every n-th draw, which may begin with any.
+        """
+        begins = next(iter([*group.first, *group.rest]), None)
+        if begins is None or begins.draw in begins.variant.needed:
+            return
+        variant = begins.variant
+        smallest = Measurement(variant, variant.needed[0])
+        sizes, flops, bench = self._sizes(smallest), self._flops(smallest), self._bench_for(group)
+        bench.times(sizes, variant.frozen)
+        self._warm_flops = max(self._warm_flops, flops)
+        begin_s = self._budget.clock()
+        if bench.times(sizes, variant.frozen) is not None:
+            group.rate.see(flops, self._budget.clock() - begin_s)
 
     def _next(self, group: Group, reserved_s: float, first: bool) -> Measurement | None:
         """Return the first unmeasured draw that fits the time, or the most doubtful draw to repeat.

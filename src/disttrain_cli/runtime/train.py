@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Callable
 from contextlib import closing
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +85,7 @@ def train(
     on_step: Callable[[dict[str, Any]], None] | None = None,
     progress: Progress = silent,
     note: Callable[[str], object] = lambda sentence: None,
+    again: Callable[..., str] = partial(call, "train"),
     replanner: Replanner | None = None,
 ) -> TrainResult:
     """Run the plan to `steps` optimizer steps and generate sample images.
@@ -94,6 +95,7 @@ def train(
     or hangs, up to `train.restarts` times, and for a better plan of `replanner`.
 
     Args:
+        again: spells the call with `resume` or `restart`, for errors.
         steps: None = the run file's.
         resume: continue from the newest checkpoint.
         restart: start at step 0 even if there is a checkpoint, and move the existing output to
@@ -118,7 +120,7 @@ def train(
     root, total = run.dir, steps if steps is not None else run.file.train.total_steps
     resumed = step_to_resume(run, profile, root, total) if resume else None
     if not (resume or restart):
-        check_fresh(root)
+        check_fresh(root, again)
     if not resume:
         check_begins(profile)
     if profile_steps is not None:
@@ -243,6 +245,12 @@ def preflight(run: Run, plan: Plan, profile: Profile, *, progress: Progress = si
 
 def check_profiled(steps: range, total: int, first: int = 0) -> None:
     """Raise UsageError if steps `first` to `total` - 1 do not include the steps to profile."""
+    if not isinstance(steps, range) or steps.step != 1 or not 0 <= steps.start < steps.stop:
+        raise UsageError(
+            f"{argument('profile_steps')} must be a range of steps",
+            f"given: {steps!r}",
+            f"Give one such as {argument('profile_steps', range(5, 8))}.",
+        )
     if steps.stop > total:
         raise UsageError(
             f"{argument('profile_steps', steps)} goes beyond the run's last step",

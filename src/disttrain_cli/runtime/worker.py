@@ -78,9 +78,8 @@ def before_fork(payload: dict[str, Any]) -> list[str]:
     layer_table(run)
     if "start_file" in payload:
         return []
-    return origin.starts(
-        run, Path(payload["from"]) if "from" in payload else None, payload["resume"]
-    )
+    start = origin.where(Path(payload["from"]), run.dir.root) if "from" in payload else None
+    return origin.starts(run, start, payload["resume"])
 
 
 def main(payload: dict[str, Any]) -> None:

@@ -22,6 +22,8 @@ class UnfitError(SpecError):
 
 
 def before_fork(payload: dict[str, Any]) -> list[str]:
+    if "killed" in payload:
+        os.kill(os.getpid(), signal.SIGKILL)
     if "unfit" in payload:
         raise UnfitError("The weights do not fit", payload["unfit"], "Take others.")
     return payload.get("notes", [])

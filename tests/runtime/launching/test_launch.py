@@ -12,9 +12,14 @@ import psutil
 import pytest
 
 from disttrain_cli.errors import RankFailedError, RankLostError, SpecError
+from disttrain_cli.models.graph import layer_table
 from disttrain_cli.runtime.launching.launch import _failure, launch
 from disttrain_cli.runtime.launching.rank import ALLOCATOR, settle
-from tests.runtime.factory import write_run
+from disttrain_cli.runtime.launching.supervise import Planned, StopRequest, Supervisor
+from disttrain_cli.spec.progress import silent
+from disttrain_cli.spec.rundir import RunDir
+from tests.commands.conftest import make_profile
+from tests.runtime.factory import plan_of, unit, write_run
 
 
 def test_every_rank_runs_with_its_environment(tmp_path: Path) -> None:
@@ -52,6 +57,26 @@ def test_what_is_wrong_before_ranks_are_forked_is_raised_before_anything_is_writ
         launch(1, target, {"unfit": "long " * 9999}, tmp_path / "logs", begin=pytest.fail)
     assert type(caught.value) is SpecError and caught.value.why == "long " * 9999
     assert caught.value.next_step == "Take others." and list(tmp_path.iterdir()) == []
+
+
+def test_a_starter_lost_before_a_start_begins_leaves_the_run_as_it_was(tmp_path: Path) -> None:
+    """A restart then starts as the first one did, not from the checkpoints of an earlier run."""
+    target, folder = "tests.runtime.launching.launch_worker:write_rank", RunDir(tmp_path / "run")
+    (folder.checkpoints / "step-000003").mkdir(parents=True)
+    started: list[bool] = []
+
+    def start(planned: object, resume: bool, watch: object) -> None:
+        started.append(resume)
+        launch(1, target, {"killed": True}, tmp_path / "logs", begin=pytest.fail)
+
+    run = write_run(tmp_path, tmp_path)
+    modules = [info.module for info in layer_table(run)]
+    units = [unit(name, [name], [modules.count(name)]) for name in dict.fromkeys(modules)]
+    planned = Planned(plan_of(run, units, 3), make_profile(run.file))
+    supervisor = Supervisor(folder, planned, 2, 60.0, StopRequest(), silent)
+    with pytest.raises(RankLostError, match="killed by SIGKILL") as caught:
+        supervisor.run(False, start)
+    assert started == [False] * 3 and not caught.value.begun
 
 
 def test_a_failing_rank_is_named_and_ends_the_others(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def build_index(
     samples of text alone are cut into several.
 
     Args:
-        processes: number of indexing processes (`indexing.in_order`).
+        processes: number of indexing processes (`reading_shards.in_order`).
 
     Raises:
         DataError: a source is missing or empty, more than `data.max_bad_fraction` of the samples

@@ -85,7 +85,7 @@ def write_index(
     """Write the index of the run atomically.
 
     Rows of shards in `kept`, which must be unchanged, are copied from it; all others are read
-    (`indexing.in_order`).
+    (`reading_shards.in_order`).
 
     Args:
         broken: rows of `kept` that are skipped, and why; None unless all samples have been decoded.

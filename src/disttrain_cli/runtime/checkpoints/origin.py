@@ -72,11 +72,16 @@ def find(given: Path) -> Path:
 def where(folder: Path, root: Path) -> Path:
     """Return the folder of an origin, also if a fresh start has moved it.
 
-    A fresh start moves the checkpoints of the same run to `earlier/`.
+    A fresh start moves the checkpoints of the same run to `earlier/`, in the run's folder or, where
+    they are on another disk, in their own.
     """
-    if not folder.exists():
-        return max((root / "earlier").glob(f"*/checkpoints/{folder.name}"), default=folder)
-    return folder
+    if folder.exists():
+        return folder
+    moved = [
+        *(root / "earlier").glob(f"*/checkpoints/{folder.name}"),
+        *(root / "checkpoints" / "earlier").glob(f"*/{folder.name}"),
+    ]
+    return max(moved, default=folder)
 
 
 def modules_in(run: Run, folder: Path) -> list[str]:

@@ -140,7 +140,10 @@ def launch(
                         log_dir.mkdir(parents=True, exist_ok=True)
                         log.write_bytes(text)
         if not all_ended:
-            raise _starter_failure(starter.returncode, log)
+            failure = _starter_failure(starter.returncode, log)
+            if isinstance(failure, RankLostError):
+                failure.begun = all_ended is None
+            raise failure
 
 
 def _send(starter: subprocess.Popen[bytes], message: dict[str, Any]) -> None:
@@ -158,11 +161,14 @@ def _wait(
     timeout_s: float | None,
     ready: Callable[[list[str]], dict[str, Any]],
     on_poll: Callable[[], None] | None,
-) -> bool:
-    """Follow the starter's messages until all ranks have exited; False if it exits before."""
+) -> bool | None:
+    """Follow the starter's messages until all ranks have exited.
+
+    Returns None if the starter exits before that, and False if it exits before `ready` was called.
+    """
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     os.set_blocking(ends.fileno(), False)
-    told, begun = b"", False
+    told, begun = b"", False  # from the starter, and whether `ready` was called
     while True:
         starter_gone = starter.poll() is not None
         told += ends.read() or b""
@@ -182,7 +188,7 @@ def _wait(
         if len(codes) == world_size:
             return True
         if starter_gone:
-            return False
+            return None if begun else False
         if deadline is not None and time.monotonic() > deadline:
             waiting = [rank for rank in range(world_size) if rank not in codes]
             raise RankLostError(
@@ -318,8 +324,7 @@ def main(arguments: list[str]) -> None:
         notes = module.before_fork(payload) if hasattr(module, "before_fork") else None
     except DisttrainError as error:
         named = next(one for one in type(error).__mro__ if one.__module__ == errors.__name__)
-        words = [error.what, error.why, error.next_step]
-        _say(int(tell), {"class": named.__name__, "error": words})
+        _say(int(tell), {"class": named.__name__, "error": error.parts})
         sys.exit(1)
     _say(int(tell), {"notes": notes or []})
     more = sys.stdin.readline()

@@ -165,11 +165,12 @@ class Supervisor:
                 if self._used_up or self._request.signal is not None:
                     raise
                 self._restarts.append(error.what)
+                begun = error.begun
                 self._leave_out(error, self._ended() > before)
                 if self._request.signal is not None:  # a signal during replanning
                     raise
             else:
-                stopped = self._stopped()
+                begun, stopped = True, self._stopped()
                 if stopped != STRAGGLER or self._replanner is None:
                     return Supervised(self._planned, self._restarts, self._replans, stopped)
                 why, planned = self._replanner.take()
@@ -178,10 +179,11 @@ class Supervisor:
                 if (asked := self._request.signal) is not None:  # a signal meanwhile
                     return Supervised(self._planned, self._restarts, self._replans, asked.name)
             newest = latest(self._folder.checkpoints)
-            resume = newest is not None
+            if begun:  # else the checkpoints are those of an earlier training
+                resume = newest is not None
             self._progress(
                 f"{self._restarts[-1]}; starting again from"
-                f" {newest.name if newest else 'the beginning'} "
+                f" {newest.name if newest and resume else 'the beginning'} "
                 f"(restart {len(self._restarts)} of {self._most})",
                 0,
                 0,

@@ -58,8 +58,8 @@ _OWN_OPTIONS = {
     "--output": "--out",
     "--error": "--out",
     "--open-mode": "nothing: the log of a job that is queued again is appended to",
-    "--requeue": "train.restarts",
-    "--no-requeue": "train.restarts: 0",
+    "--requeue": "nothing: jobs are queued again after a lost node",
+    "--no-requeue": "nothing: jobs are queued again after a lost node",
     "--signal": "cluster.slurm.signal_s",
     "--time": "cluster.slurm.time",
     "--partition": "cluster.slurm.partition",
@@ -110,7 +110,7 @@ class SlurmSpec(Strict):
     signal_s: int = Field(
         300,
         ge=10,
-        le=86_400,
+        le=65_535,
         description=(
             "Seconds before the time limit at which the job saves, ends and is queued again."
         ),
@@ -153,7 +153,8 @@ class SlurmSpec(Strict):
 
     @model_validator(mode="after")
     def _time_to_work(self) -> SlurmSpec:
-        if self.time is not None and _seconds(self.time) <= self.signal_s:
+        # 0 is no limit
+        if self.time is not None and 0 < _seconds(self.time) <= self.signal_s:
             raise ValueError(
                 f"time: {self.time} is {_seconds(self.time):,} s, and the job would save and end"
                 f" {self.signal_s} s before its end, at once; give more time, or lower signal_s"
