@@ -88,4 +88,7 @@ def test_the_whole_chain_runs(
     assert set(said("export", "--to", "out")["modules"]) >= set(NAMES.values())
     said("train", "--rehearse")
     for kind in ("torchrun", "slurm"):
-        assert all(Path(script).is_file() for script in said("train", "--emit", kind)["scripts"])
+        assert all(
+            Path(script).is_file()
+            for script in said("train", "--emit", kind, "--restart")["scripts"]
+        )

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from disttrain_cli.errors import RankFailedError, RankLostError, SpecError
-from disttrain_cli.models.graph import layer_table
+from disttrain_cli.models.graph import describe, layer_table
 from disttrain_cli.runtime.launching.launch import _failure, launch
 from disttrain_cli.runtime.launching.rank import ALLOCATOR, settle
 from disttrain_cli.runtime.launching.supervise import Planned, StopRequest, Supervisor
@@ -215,7 +215,13 @@ def test_no_device_is_touched_before_the_ranks_are_forked(
     launch(
         2,
         "tests.runtime.launching.fork_worker:main",
-        {"run": run.source, "folder": str(tmp_path), "device": device},
+        {
+            "run": run.source,
+            "folder": str(tmp_path),
+            "device": device,
+            "profile": {"inputs": describe(run).model_dump(mode="json")},
+            "resume": False,
+        },
         tmp_path,
         timeout_s=300,
         variables={"NVML_COUNT": str(nvml)},
