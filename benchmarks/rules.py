@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from disttrain_cli.costs.flops import flops_per_sequence
+from disttrain_cli.costs.flops import module_flops
 from disttrain_cli.planning.bounds import divisors
 from disttrain_cli.planning.layouts import layout_of
 from disttrain_cli.planning.options import Rows, layer_gib
@@ -66,7 +66,11 @@ def planned_by(profile: Profile, cluster: Cluster, rule: Rule) -> tuple[Layout, 
 
 def distmm(units: list[Unit], cluster: Cluster, top: int = 1) -> SearchResult:
     """DistMM's rule: GPUs follow FLOPs; inside its share every unit takes its best shape."""
-    per_module = flops_per_sequence(units[0].profile, cluster.trained)
+    profile = units[0].profile
+    per_module = {
+        name: module_flops(profile, name, module.work_per_sequence, cluster.trained)
+        for name, module in profile.modules.items()
+    }
     shares = proportional(
         [sum(per_module[name] for name in unit.modules) for unit in units], cluster.gpus
     )

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from disttrain_cli.costs.flops import flops_per_sequence
+from disttrain_cli.costs.flops import module_flops
 from disttrain_cli.costs.layout import optimizer_s, reduce_s, stages_of
 from disttrain_cli.planning.finalists import Limits, diverse, faster_zero, one_batch_s
 from disttrain_cli.planning.predict import predict, simulated_s, simulated_step
@@ -191,7 +191,13 @@ def test_flops_are_those_of_the_data(case: tuple[Profile, list[Unit], Cluster]) 
     )
     found = predict(units, plan, dataclasses.replace(cluster, batch=16))
     flops = found.mfu_used * found.iteration_s * plan.gpus_used * profile.device.peak_tflops * 1e12
-    assert flops == pytest.approx(16 * sum(flops_per_sequence(profile).values()))
+    assert flops == pytest.approx(
+        16
+        * sum(
+            module_flops(profile, name, module.work_per_sequence)
+            for name, module in profile.modules.items()
+        )
+    )
 
 
 def test_frozen_and_recomputed_layers_change_backwards_only(

@@ -124,7 +124,7 @@ def train(
 
 def _again(function: str, **given: Any) -> Callable[..., str]:
     """Return what spells a call again, with `resume` or `restart`; to resume takes no origin."""
-    known = {name: one for name, one in given.items() if _can_be_spelled(one)}
+    known = {name: one for name, one in given.items() if isinstance(one, str | int | range | Path)}
 
     def again(**how: bool) -> str:
         left_out = ("origin",) if "resume" in how else ()
@@ -132,10 +132,6 @@ def _again(function: str, **given: Any) -> Callable[..., str]:
         return call(function, **kept, **how)
 
     return again
-
-
-def _can_be_spelled(value: object) -> bool:
-    return isinstance(value, str | int | range | Path)
 
 
 def plans_itself(run: Run) -> bool:

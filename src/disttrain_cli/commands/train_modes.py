@@ -47,7 +47,6 @@ class Chosen:
 
     asked: Asked
     run: Run
-    weights: Path | None  # the folder to start from
     profiled: range | None  # steps of which torch's profile is recorded
 
     @cached_property
@@ -91,7 +90,8 @@ def choose(asked: Asked) -> Chosen:
     _check_modes(asked)
     check_start(asked.resume, asked.restart, asked.origin)
     profiled = _steps_to_profile(asked)
-    return Chosen(asked, run, find_origin(asked.origin), profiled)
+    find_origin(asked.origin)
+    return Chosen(asked, run, profiled)
 
 
 def _check_modes(asked: Asked) -> None:

@@ -48,14 +48,6 @@ def flops_parts(cost: LayerCost, does: Backward) -> list[Polynomial]:
     ]
 
 
-def flops_per_sequence(profile: Profile, trained: Sequence[str] | None = None) -> dict[str, float]:
-    """Return each module's mean FLOPs per packed sequence of the data, forward and backward."""
-    return {
-        name: module_flops(profile, name, module.work_per_sequence, trained)
-        for name, module in profile.modules.items()
-    }
-
-
 def peak_tflops(device: DeviceProfile, gpus: int) -> float:
     """Return the peak of the devices of `gpus` ranks, in TFLOP/s."""
     return device.peak_tflops if device.kind == "cpu" else device.peak_tflops * gpus
