@@ -347,7 +347,8 @@ touch "{folder}/up-$NODE"
 while [[ "$RANKS" == wait && ! -e {stop_file(logs)} ]]; do sleep 0.05; done
 if [[ "$RANKS" == wait ]]; then
   stopped="$(cat {stop_file(logs)})"
-  echo "${{stopped:-stop file}}" > {stopped_file(logs)}
+  echo "${{stopped:-stop file}}" > "{folder}/stopped-$NODE" # whole or not at all, as ranks do
+  mv "{folder}/stopped-$NODE" {stopped_file(logs)}
   exit 0
 fi
 exit "$RANKS"
