@@ -49,11 +49,11 @@ def choose_kind(wanted: str) -> str:
 def local_processes(cluster: ClusterSpec, kind: str) -> int:
     """Return the number of processes that a run starts on this machine, one per device.
 
-    This is `cluster.gpus_per_node`; on CUDA at most the number of GPUs present.
+    This is `cluster.gpus_per_node`; on CUDA at most `cluster.ranks_per_gpu` for each GPU present.
     """
     if kind == "cpu":
         return cluster.gpus_per_node
-    return min(cluster.gpus_per_node, torch.cuda.device_count())
+    return min(cluster.gpus_per_node, torch.cuda.device_count() * cluster.ranks_per_gpu)
 
 
 def describe_device(cluster: ClusterSpec, kind: str, precision: Precision) -> DeviceProfile:
@@ -71,7 +71,7 @@ def describe_device(cluster: ClusterSpec, kind: str, precision: Precision) -> De
             name=properties.name,
             kind="cuda",
             count=cluster.nodes * processes,
-            memory_gib=cluster.memory_gib or properties.total_memory / GIB,
+            memory_gib=cluster.memory_gib or properties.total_memory / GIB / cluster.ranks_per_gpu,
             peak_tflops=cluster.peak_tflops or lookup(properties.name).peak_of(precision),
             shared_by=1,
             cores=machine_cores(),

@@ -187,8 +187,9 @@ def main(payload: dict[str, Any]) -> None:
     groups), folder.
     """
     rank, processes = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    run = read_run(*payload["run"])
     if payload["device"] == "cuda":
-        print(set_cuda_environment(), flush=True)
+        print(set_cuda_environment(run.file.cluster.ranks_per_gpu), flush=True)
     device = rank_device(payload["device"])
     if device.type == "cpu":
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
@@ -199,7 +200,6 @@ def main(payload: dict[str, Any]) -> None:
     )
     result: dict[str, Any] = {"links": measure_links(device).model_dump()}
     result["optimizer_ns"] = adamw_ns_per_parameter(int(payload["parameters"]) // processes, device)
-    run = read_run(*payload["run"])
     session = Session(
         payload,
         Path(payload["folder"]) / f"{rank}.json",
