@@ -197,9 +197,7 @@ def test_an_unknown_part_is_refused_with_those_that_there_are(tmp_path):
         capture_output=True,
         text=True,
     )
-    assert (
-        done.returncode == 2 and "unknown parts: nothing; there are tests, nccl" in done.stderr
-    )
+    assert done.returncode == 2 and "unknown parts: nothing; there are tests, nccl" in done.stderr
 
 
 def test_what_a_bare_machine_needs_is_pinned_and_holds_nothing_that_only_torch_needs():
