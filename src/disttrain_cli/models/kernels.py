@@ -1,9 +1,9 @@
 """Rotary embeddings and SiLU gates of decoder layers, each a single operator with one GPU kernel.
 
 As PyTorch's operators they need a dozen passes over memory: 18 % of a step of a model of a billion
-weights on an H100 (docs/log.md, 2026-11-26). On "meta" and fake devices the operators represent
-those that run; a CUDA build of torch without Triton computes the same in several kernels, more
-slowly.
+weights on an H100 (docs/decisions/14-gpu-kernels.md). On "meta" and fake devices the operators
+represent those that run; a CUDA build of torch without Triton computes the same in several kernels,
+more slowly.
 """
 
 from __future__ import annotations
