@@ -1,10 +1,9 @@
 """Rotary embeddings, SiLU gates and the cross-entropy, each of operators with one GPU kernel.
 
-As PyTorch's operators, rotary embeddings and gates need a dozen passes over memory: 18 % of a step
-of a model of a billion weights on an H100; the loss of 8,192 rows of 32,000 logits took 5.2 ms on
-an H200 (docs/log.md). On "meta" and fake devices the operators represent
-those that run; a CUDA build of torch without Triton computes the same in several kernels, more
-slowly.
+As PyTorch's operators, rotary embeddings and gates need a dozen passes over memory, 18 % of a step
+of a model of a billion weights on an H100, and the loss five times as long as as two kernels
+(docs/decisions/14-gpu-kernels.md). On "meta" and fake devices the operators represent those that
+run; a CUDA build of torch without Triton computes the same in several kernels, more slowly.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ from disttrain_cli.spec.whole import write_whole
 
 RENDEZVOUS_TIMEOUT = timedelta(minutes=5)
 #: Draws of a variant in the first round: fits of 8 that span the sizes were as good on the other
-#: draws as fits of 18 at random (tiny preset; docs/log.md).
+#: draws as fits of 18 at random (tiny preset; docs/decisions/10-profiling.md).
 FIRST = 8
 #: Most measurements of one draw.
 TIMES = 3
