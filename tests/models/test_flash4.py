@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from disttrain_cli.errors import SpecError
 from disttrain_cli.models import attention, flash4
 from disttrain_cli.models.attention import Segments, attend
 from tests.models.test_attention import CPU, drawn, masked
@@ -50,25 +51,31 @@ def test_it_is_told_the_segments_and_the_window(
     monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
     monkeypatch.setitem(sys.modules, "flash_attn.cute", package)
     monkeypatch.setattr(attention, "kernel_for", lambda *_: "varlen")
-    monkeypatch.setattr(flash4, "is_used", lambda device: True)
+    monkeypatch.setattr(flash4, "_version", 4)
     rows, lengths = drawn(12, 4, 2, 8), [5, 4, 3]
     made = attend(*rows, Segments(lengths, CPU), causal=causal, window=window, scale=0.3)
     torch.testing.assert_close(made, masked(*rows, lengths, causal, window, 0.3))
 
 
 @pytest.mark.parametrize(
-    ("capability", "installed", "used"),
+    ("capability", "installed", "found"),
     [((9, 0), True, True), ((8, 0), True, False), ((10, 0), False, False)],
 )
-def test_it_is_used_on_gpus_that_it_has_kernels_for_where_it_is_installed(
-    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], installed: bool, used: bool
+def test_it_is_chosen_on_gpus_that_it_has_kernels_for_where_it_is_installed(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], installed: bool, found: bool
 ) -> None:
-    flash4.is_used.cache_clear()
+    flash4.available.cache_clear()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(flash4, "find_spec", lambda name: object() if installed else None)
-    assert flash4.is_used(torch.device("cuda", 0)) == used
-    assert not flash4.is_used(CPU)
-    flash4.is_used.cache_clear()
+    device = torch.device("cuda", 0)
+    assert flash4.version("auto", device) == (4 if found else 2) and flash4.version(2, device) == 2
+    assert flash4.version("auto", CPU) == 2
+    if found:
+        assert flash4.version(4, device) == 4
+    else:
+        with pytest.raises(SpecError, match="FlashAttention 4 is not available"):
+            flash4.version(4, device)
+    flash4.available.cache_clear()
 
 
 @pytest.mark.gpu
@@ -76,11 +83,17 @@ def test_it_is_used_on_gpus_that_it_has_kernels_for_where_it_is_installed(
 @pytest.mark.parametrize(("causal", "window"), MASKS)
 @pytest.mark.parametrize(("heads", "groups", "width"), [(8, 2, 128), (4, 4, 64), (3, 3, 80)])
 def test_it_is_the_masked_softmax_on_a_gpu(
-    causal: bool, window: int | None, heads: int, groups: int, width: int
+    monkeypatch: pytest.MonkeyPatch,
+    causal: bool,
+    window: int | None,
+    heads: int,
+    groups: int,
+    width: int,
 ) -> None:
     """As exact as torch's kernels are, forward and backward."""
-    if not flash4.is_used(torch.device("cuda", 0)):
+    if not flash4.available(torch.device("cuda", 0)):
         pytest.skip("needs flash-attn-4 and a GPU that it has kernels for")
+    monkeypatch.setattr(flash4, "_version", 4)
     lengths = [150, 1, 70, 300]
     exact = drawn(521, heads, groups, width)
     rows = [tensor.detach().cuda().bfloat16().requires_grad_() for tensor in exact]

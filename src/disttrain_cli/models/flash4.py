@@ -1,17 +1,22 @@
 """FlashAttention 4 on Hopper and Blackwell GPUs, where the package flash-attn-4 is installed.
 
-It computes and saves what torch's flash attention (version 2) does, with kernels for these GPUs
-(`attention.kernel_for` decides for both; Shah et al. 2024, arXiv 2407.08608, for Hopper). Its
-kernels are compiled when they are first needed, for each head width and kind of mask.
+A process uses the version that the profile was made with, so that what is priced is what runs. It
+computes and saves what torch's flash attention (version 2) does, with kernels for these GPUs (Shah
+et al. 2024, arXiv 2407.08608); `attention.kernel_for` decides for both. They are compiled when they
+are first needed, for each head width and kind of mask.
 """
 
 from __future__ import annotations
 
 from functools import cache
 from importlib.util import find_spec
+from typing import Literal
 
 import torch
 from torch import Tensor
+
+from disttrain_cli.errors import SpecError
+from disttrain_cli.spec.extras import install_command
 
 PACKAGE = "flash_attn.cute"
 #: Compute capabilities with kernels of both directions for segments.
@@ -20,20 +25,46 @@ WIDEST_HEAD = 128
 
 
 @cache
-def is_used(device: torch.device) -> bool:
-    """Return True if attention by segments on a device, of heads up to 128 wide, is version 4."""
+def available(device: torch.device) -> bool:
+    """Return True if version 4 is installed and has kernels for a device."""
     return (
         device.type == "cuda"
-        and torch.cuda.get_device_capability(device)[0] in CAPABILITIES
         and find_spec(PACKAGE.partition(".")[0]) is not None
         and find_spec(PACKAGE) is not None
+        and torch.cuda.get_device_capability(device)[0] in CAPABILITIES
     )
+
+
+def version(wanted: Literal["auto", 2, 4], device: torch.device) -> Literal[2, 4]:
+    """Return the version of flash attention of a device; "auto" is 4 where it is available.
+
+    Raises:
+        SpecError: version 4 was asked for and is not available.
+    """
+    if wanted == 2 or (wanted == "auto" and not available(device)):
+        return 2
+    if not available(device):
+        raise SpecError(
+            f"FlashAttention 4 is not available on {device}",
+            "cluster.flash_attention: 4; it needs a Hopper or Blackwell GPU and the package"
+            " flash-attn-4",
+            f"Install it: {install_command('flash')}; or set cluster.flash_attention: 2",
+        )
+    return 4
+
+
+_version: Literal[2, 4] = 2
+
+
+def use(chosen: Literal[2, 4]) -> None:
+    """Make attention by segments use this version in this process from now on."""
+    global _version
+    _version = chosen
 
 
 def computes(query_RHD: Tensor) -> bool:
     """Return True if version 4 computes attention of these rows; tensors without values never."""
-    plain = isinstance(query_RHD, torch.nn.Parameter) or type(query_RHD) is Tensor
-    return plain and query_RHD.shape[-1] <= WIDEST_HEAD and is_used(query_RHD.device)
+    return _version == 4 and type(query_RHD) is Tensor and query_RHD.shape[-1] <= WIDEST_HEAD
 
 
 def attended(

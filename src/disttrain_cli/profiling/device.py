@@ -17,6 +17,7 @@ import torch
 from disttrain_cli.calls import call
 from disttrain_cli.costs.hardware import Precision, catalogue, lookup
 from disttrain_cli.errors import DisttrainError
+from disttrain_cli.models import flash4
 from disttrain_cli.runtime.watching.host_memory import container_limits, text_of
 from disttrain_cli.spec.profile import DeviceProfile
 from disttrain_cli.spec.runfile.cluster import ClusterSpec
@@ -62,7 +63,8 @@ def describe_device(cluster: ClusterSpec, kind: str, precision: Precision) -> De
     The measurement takes a few seconds.
 
     Raises:
-        SpecError: the peak of this GPU is not known and the run file does not state it.
+        SpecError: the peak of this GPU is not known and the run file does not state it; or
+            FlashAttention 4 is asked for and not available.
     """
     processes = local_processes(cluster, kind)
     if kind == "cuda":
@@ -75,6 +77,7 @@ def describe_device(cluster: ClusterSpec, kind: str, precision: Precision) -> De
             peak_tflops=cluster.peak_tflops or lookup(properties.name).peak_of(precision),
             shared_by=1,
             cores=machine_cores(),
+            flash_attention=flash4.version(cluster.flash_attention, torch.device("cuda", 0)),
             **catalogue().memory.reserves,
         )
     return DeviceProfile(

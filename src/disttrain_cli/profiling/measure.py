@@ -211,6 +211,7 @@ def _request(
             "data": data.profile.fingerprint,
             "seed": file.train.seed,
             "device": device.name,
+            "flash_attention": device.flash_attention,
             "processes": processes if kind == "cpu" else None,  # they share its cores
             "versions": library_versions(),
             "draws": draws,

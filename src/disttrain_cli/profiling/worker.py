@@ -28,6 +28,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from disttrain_cli.models import flash4
 from disttrain_cli.models.graph import layer_table
 from disttrain_cli.profiling.budget import Budget, Rate, cpu_budget_s
 from disttrain_cli.profiling.compute import Slowdown
@@ -191,6 +192,8 @@ def main(payload: dict[str, Any]) -> None:
     if payload["device"] == "cuda":
         print(set_cuda_environment(run.file.cluster.ranks_per_gpu), flush=True)
     device = rank_device(payload["device"])
+    if device.type == "cuda":
+        flash4.use(flash4.version(run.file.cluster.flash_attention, device))
     if device.type == "cpu":
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     store = rendezvous(RENDEZVOUS_TIMEOUT)

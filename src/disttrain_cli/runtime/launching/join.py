@@ -21,6 +21,7 @@ from disttrain_cli.data.index.index_checks import check_profiled_data
 from disttrain_cli.data.index.sample_index import Index, read_index
 from disttrain_cli.data.serving.identity import identity_of
 from disttrain_cli.errors import RankLostError
+from disttrain_cli.models import flash4
 from disttrain_cli.models.graph import layer_table
 from disttrain_cli.models.tying import tied_layers
 from disttrain_cli.runtime.launching.descriptors import needed, raise_limit
@@ -98,6 +99,7 @@ def join(payload: dict[str, Any], stack: ExitStack) -> Joined:
         print(set_cuda_environment(run.file.cluster.ranks_per_gpu), flush=True)
     device = rank_device(profile.device.kind)
     check_fit(run, profile.device, device)
+    flash4.use(profile.device.flash_attention)
     check_memory(plan, profile.device, coords, device)
     raise_limit(
         needed(

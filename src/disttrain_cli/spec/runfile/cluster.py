@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -183,6 +183,13 @@ class ClusterSpec(Strict):
         description=(
             "auto, cpu, cuda, or analytic:NAME for a device of the hardware catalogue that is not"
             " here."
+        ),
+    )
+    flash_attention: Literal["auto", 2, 4] = Field(
+        "auto",
+        description=(
+            "Version of flash attention in bf16: 4 needs the extra flash and a Hopper or Blackwell"
+            " GPU; auto: 4 on a measured device that has it, else 2."
         ),
     )
     memory_gib: float | None = Field(
