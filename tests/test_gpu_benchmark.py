@@ -197,7 +197,10 @@ def test_an_unknown_part_is_refused_with_those_that_there_are(tmp_path):
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 2 and "unknown parts: nothing; there are tests, nccl" in done.stderr
+    assert (
+        done.returncode == 2
+        and "unknown parts: nothing; there are tests, collectives" in done.stderr
+    )
 
 
 def test_what_a_bare_machine_needs_is_pinned_and_holds_nothing_that_only_torch_needs():
@@ -247,6 +250,12 @@ def test_scipy_is_no_distribution_without_what_goes_with_pictures(tmp_path):
         "core": {"scipy/__init__.py", "scipy/optimize/nnls.py"},
         "pictures": {"scipy/stats/t.py", "scipy-1.dist-info/METADATA"},
     }
+
+
+def test_collectives_between_two_ranks(setting):
+    figures = run_part("collectives", setting)
+    assert figures["joined"]["ranks"] == 2 and len(figures) == 6
+    assert all(one["bus_gbytes_s"] > 0 for name, one in figures.items() if name != "joined")
 
 
 @pytest.mark.slow
