@@ -20,39 +20,66 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from benchmarks.peer_work import BETAS, CLIP, EPS, LR, SHAPES
 
+IMAGE = "<|image_pad|>"
 
-class Rows(torch.utils.data.Dataset):  # type: ignore[type-arg]
-    """Packed rows; images are read and processed when their row is asked for."""
+
+class Rows(torch.utils.data.Dataset):
+    """Packed rows: of texts, tokens; of conversations, what chat template, tokenizer and image
+    processor give when the row is asked for."""
 
     def __init__(self, folder: Path) -> None:
         with np.load(folder / "rows.npz") as arrays:
             self._rows = {name: torch.from_numpy(arrays[name]) for name in arrays}
         self._data = folder / "data"
-        self._images = json.loads((folder / "work.json").read_text())["images"]
-        starts = (self._rows["position_ids"] == 0).all(0) if self.mrope else None
+        self._samples = json.loads((folder / "work.json").read_text())["samples"]
+        self.talks = self._rows["position_ids"].ndim == 3
+        if self.talks:
+            records = json.loads((self._data / "talks.json").read_text())
+            self._records = {record["id"]: record for record in records}
+            self._tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "model")
+            self._images = transformers.AutoImageProcessor.from_pretrained(folder / "model")
         # one document per row: causal attention needs neither positions nor a mask
-        if starts is None and int((self._rows["position_ids"] == 0).sum()) == len(self):
+        elif int((self._rows["position_ids"] == 0).sum()) == len(self):
             del self._rows["position_ids"]
-        self._processor = (
-            transformers.AutoImageProcessor.from_pretrained(folder / "model")
-            if self.mrope
-            else None
-        )
-
-    @property
-    def mrope(self) -> bool:
-        """True if rows hold the positions of M-RoPE, as those of a VLM."""
-        return "position_ids" in self._rows and self._rows["position_ids"].ndim == 3
 
     def __len__(self) -> int:
-        return len(self._images)
+        return len(self._samples)
 
     def __getitem__(self, row: int) -> dict[str, Any]:
         item = {name: array[..., row, :] for name, array in self._rows.items()}
-        if self._processor is None:
-            return item
-        opened = [Image.open(self._data / name).convert("RGB") for name in self._images[row]]
-        return item | dict(self._processor(opened, return_tensors="pt"))
+        return item | self._processed(row, item["input_ids"]) if self.talks else item
+
+    def _processed(self, row: int, packed: torch.Tensor) -> dict[str, Any]:
+        """A row's tokens and images, as Qwen's processor makes them without torchvision."""
+        records = [self._records[name] for name in self._samples[row]]
+        opened = [
+            Image.open(self._data / name).convert("RGB")
+            for record in records
+            for name in record["image"]
+        ]
+        images = dict(self._images(opened, return_tensors="pt"))
+        texts = [self._text(record["conversations"]) for record in records]
+        ids = torch.tensor([one for text in texts for one in self._tokenizer(text)["input_ids"]])
+        image = self._tokenizer.convert_tokens_to_ids(IMAGE)
+        counts = torch.ones_like(ids)
+        counts[ids == image] = images["image_grid_thw"].prod(-1) // self._images.merge_size**2
+        ids = ids.repeat_interleave(counts)
+        if not torch.equal(ids, packed[: len(ids)]):
+            raise ValueError(f"row {row}: other tokens than disttrain's")
+        return images | {"input_ids": torch.cat([ids, packed[len(ids) :]])}
+
+    def _text(self, turns: list[dict[str, str]]) -> str:
+        roles = {"human": "user", "gpt": "assistant"}
+        messages = [
+            {
+                "role": roles[turn["from"]],
+                "content": turn["value"].replace(
+                    "<image>\n", f"<|vision_start|>{IMAGE}<|vision_end|>"
+                ),
+            }
+            for turn in turns
+        ]
+        return str(self._tokenizer.apply_chat_template(messages, tokenize=False))
 
 
 def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -86,7 +113,7 @@ def main() -> None:
     folder, device, attention, compiled, out, microbatch = sys.argv[1:]
     cuda, (_, batch, steps) = device == "cuda", SHAPES[device]
     rows = Rows(Path(folder))
-    auto = "AutoModelForImageTextToText" if rows.mrope else "AutoModelForCausalLM"
+    auto = "AutoModelForImageTextToText" if rows.talks else "AutoModelForCausalLM"
     model = getattr(transformers, auto).from_pretrained(
         Path(folder) / "model", dtype=torch.float32, attn_implementation=attention
     )

@@ -5,7 +5,7 @@ disttrain, and the packed rows of its first steps.
 
 Trainer reads the rows that disttrain packs, in disttrain's order, from `rows.npz`: arrays
 [steps, microbatches, M, L], labels as transformers shifts them, positions [4, ...] with M-RoPE.
-`work.json` holds the same steps' tokens, and the images of each row.
+`work.json` holds the same steps' tokens, and the samples of each row.
 """
 
 from __future__ import annotations
@@ -199,20 +199,15 @@ def _write_rows(folder: Path, steps: int) -> None:
     plan = Plan.model_validate(yaml.safe_load((run.dir.root / "plan.yaml").read_text()))
     orders = Orders(run.file, plan.plan, read_index(run, profile.inputs), profile)
     (unit,) = plan.plan.units
-    talks = folder / "data" / "talks.json"
-    images = {
-        record["id"]: record["image"]
-        for record in (json.loads(talks.read_text()) if talks.exists() else [])
-    }
     fields = {"tokens", "labels", "layout"}
     arrays: dict[str, list[Any]] = {name: [] for name in ("input_ids", "labels", "position_ids")}
-    work: dict[str, Any] = {"microbatch": plan.plan.microbatch_size, "tokens": [], "images": []}
+    work: dict[str, Any] = {"microbatch": plan.plan.microbatch_size, "tokens": [], "samples": []}
     with Loader(run, orders, unit=unit.name, replica=0, fields=fields) as loader:
         for step in range(steps):
             order, batch = loader.order(step), loader.batch(step)
             work["tokens"].append(int(sum(slot.sequence_tokens.sum() for slot in order.slots)))
-            work["images"] += [
-                [one for name in row["names"] for one in images.get(name.rpartition("/")[2], [])]
+            work["samples"] += [
+                [name.rpartition("/")[2] for name in row["names"]]
                 for row in contents(order, batch, plan.plan)
             ]
             for number in range(len(order.slots)):
@@ -222,10 +217,8 @@ def _write_rows(folder: Path, steps: int) -> None:
                 arrays["labels"].append(np.roll(slot.labels, 1, axis=-1))  # its last is -100
                 arrays["position_ids"].append(_positions(slot.positions, slot.documents))
                 loader.prefetch(step, number + 1)
-    np.savez(
-        folder / "rows.npz",
-        **{name: np.concatenate(some, axis=-2) for name, some in arrays.items()},
-    )
+    rows: dict[str, Any] = {name: np.concatenate(some, axis=-2) for name, some in arrays.items()}
+    np.savez(folder / "rows.npz", **rows)
     (folder / "work.json").write_text(json.dumps(work))
 
 

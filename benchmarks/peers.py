@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import subprocess
 import sys
 import tempfile
@@ -102,20 +103,24 @@ def _run(
     way: str, device: str, folder: Path, microbatch: int, limit_s: float, tokens: list[int]
 ) -> Figures:
     """Train in a process until the last step is reported, and end it there."""
-    (folder / "steps").mkdir(exist_ok=True)
-    if way == OURS:
-        command = [sys.executable, "-m", "disttrain_cli", "train", "--restart", "--quiet"]
-        reports = folder / "runs" / "peers" / "logs"
-    else:
-        reports = folder / "steps"
-        path = reports / f"{len(list(reports.iterdir())):03d}-steps.jsonl"
-        command = [sys.executable, "-m", "benchmarks.peer_trainer", str(folder), device]
-        command += [*ways(device)[way], str(path), str(microbatch)]
-    before, steps = set(reports.glob("*-steps.jsonl")), list[Figures]()
+    reports = folder / "runs" / "peers" / "logs" if way == OURS else folder / "steps"
+    command = ["disttrain_cli", "train", "--restart", "--quiet"]
+    if way != OURS:
+        reports.mkdir(exist_ok=True)
+        path = reports / "trainer-steps.jsonl"
+        command = ["benchmarks.peer_trainer", str(folder), device, *ways(device)[way]]
+        command += [str(path), str(microbatch)]
+    for old in reports.glob("*-steps.jsonl"):
+        old.unlink()
+    steps = list[Figures]()
     with (folder / "output").open("wb") as output:
         start = time.monotonic()
         process = subprocess.Popen(
-            command, cwd=folder, stdout=output, stderr=subprocess.STDOUT, env=_environment(device)
+            [sys.executable, "-m", *command],
+            cwd=folder,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=_environment(device),
         )
         tree, memory_gib, looked = psutil.Process(process.pid), 0.0, 0.0
         try:
@@ -124,8 +129,8 @@ def _run(
                 now = time.monotonic() - start
                 rows = [
                     row
-                    for path in set(reports.glob("*-steps.jsonl")) - before
-                    for line in path.read_text().splitlines()
+                    for path in reports.glob("*-steps.jsonl")
+                    for line in path.read_text().split("\n")[:-1]  # complete ones
                     if "loss" in (row := json.loads(line))
                 ]
                 if new := rows[len(steps) :]:
@@ -257,6 +262,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3600, help="for all parts together (3600)")
     parser.add_argument("--out", type=Path, default=Path("peers.json"), help="results (peers.json)")
     options = parser.parse_args()
+    # through `finally`, where processes are ended
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     parts = options.parts.split(",")
     if unknown := set(parts) - set(PARTS):
         parser.error(f"unknown parts: {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
@@ -268,7 +275,8 @@ def measure(parts: list[str], device: str, seconds: float, out: Path) -> bool:
     results = json.loads(out.read_text()) if out.exists() else {}
     deadline, good = time.monotonic() + seconds, True
     for at, part in enumerate(parts):
-        results[part] = result = {"device": device}
+        result: Figures = {"device": device}
+        results[part] = result
         for _ in measure_part(
             part, device, (deadline - time.monotonic()) / (len(parts) - at), result
         ):
