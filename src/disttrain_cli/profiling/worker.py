@@ -30,13 +30,15 @@ import torch.distributed as dist
 
 from disttrain_cli.models.graph import layer_table
 from disttrain_cli.profiling.budget import Budget, Rate, cpu_budget_s
-from disttrain_cli.profiling.compute import Slowdown
+from disttrain_cli.profiling.compute import Slowdown, Stopwatch
 from disttrain_cli.profiling.kept import Record, Records, record_name
 from disttrain_cli.profiling.links import measure_links
-from disttrain_cli.profiling.optimizer import adamw_ns_per_parameter
+from disttrain_cli.profiling.optimizer import step_ns_per_parameter
+from disttrain_cli.profiling.sustained import load_of
 from disttrain_cli.profiling.trial import Bench
 from disttrain_cli.runtime.launching.devices import rank_device
 from disttrain_cli.runtime.launching.process import rendezvous, set_cuda_environment, set_timeout
+from disttrain_cli.runtime.watching.sensors import sensor_of
 from disttrain_cli.spec.runfile import read_run
 from disttrain_cli.spec.whole import write_whole
 
@@ -198,14 +200,17 @@ def main(payload: dict[str, Any]) -> None:
         "nccl" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=processes
     )
     result: dict[str, Any] = {"links": measure_links(device).model_dump()}
-    result["optimizer_ns"] = adamw_ns_per_parameter(int(payload["parameters"]) // processes, device)
     run = read_run(*payload["run"])
+    result["optimizer_ns"] = step_ns_per_parameter(
+        int(payload["parameters"]) // processes, run.file.train.precision, device
+    )
+    stopwatch = Stopwatch(device, sensor_of(device))
     session = Session(
         payload,
         Path(payload["folder"]) / f"{rank}.json",
         result,
         Budget.of(payload, processes),
-        lambda module, tp: Bench(run, module, device, tp=tp),
+        lambda module, tp: Bench(run, module, device, stopwatch, tp=tp),
         Rates(store, rank, processes) if device.type == "cpu" else None,
     )
     variants = [Variant(**fields) for fields in payload["variants"]]
@@ -213,6 +218,7 @@ def main(payload: dict[str, Any]) -> None:
     clock = Slowdown()
     session.measure(mine)
     result["slowdown"] = clock.read()
+    result["load"] = load_of(stopwatch.readings)
     session.report(now=True)
     done = store.add("measured", 1)
     while done < processes:
