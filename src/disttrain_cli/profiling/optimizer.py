@@ -24,10 +24,11 @@ FEWEST, MOST = (
 def step_ns_per_parameter(parameters: int, precision: Precision, device: torch.device) -> float:
     """Return the median over some steps on about `parameters` numbers.
 
-    On a CPU this is CPU time, as for layers (`compute.py`).
+    On a CPU this is CPU time, as for layers (`compute.py`), and of AdamW alone: what else a step
+    takes there was measured with the load of all ranks (templates/doubts.yaml, shared cores).
     """
     count = min(MOST, max(FEWEST, parameters))
-    step = optimizer_step(count, precision, device)
+    step = optimizer_step(count, precision, device, whole=device.type != "cpu")
     step()  # allocates the moments
     stopwatch, steps = Stopwatch(device), STEPS[device.type]
     for _ in range(steps):
@@ -35,17 +36,25 @@ def step_ns_per_parameter(parameters: int, precision: Precision, device: torch.d
     return sorted(stopwatch.read_ms())[steps // 2] * 1e6 / count
 
 
-def optimizer_step(count: int, precision: Precision, device: torch.device) -> Callable[[], None]:
+def optimizer_step(
+    count: int, precision: Precision, device: torch.device, whole: bool = True
+) -> Callable[[], object]:
     """Return the step of a rank that owns `count` numbers, without clipping.
 
     They are one flat tensor. In bf16 it is a ZeRO-1 partition with fp32 masters, whose values are
     rounded into the weights, and fp32 sums of gradients, which are cleared for the next step.
+
+    Args:
+        whole: False for AdamW's step alone.
     """
     master_P = torch.nn.Parameter(torch.randn(count, device=device))
     gradients_P = torch.randn_like(master_P)
     adamw = torch.optim.AdamW(
         [{"params": [master_P], "module": "", "copy": None, "tp_whole": False}], fused=True
     )
+    if not whole:
+        master_P.grad = gradients_P
+        return adamw.step
     weights_N = master_P.detach().bfloat16()
     partition = Partition([], weights_N, weights_N, master_P, gradients_P)
     splits = precision == "bf16"

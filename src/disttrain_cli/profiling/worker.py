@@ -46,7 +46,7 @@ RENDEZVOUS_TIMEOUT = timedelta(minutes=5)
 #: Draws of a variant in the first round: fits of 8 that span the sizes were as good on the other
 #: draws as fits of 18 at random (tiny preset; docs/log.md).
 FIRST = 8
-#: Most measurements of one draw.
+#: Most measurements of one draw on a CPU; on a GPU each is a median of many passes.
 TIMES = 3
 #: A draw of more than this many times the FLOPs of the largest before it is run once untimed, so
 #: that memory is allocated and kernels are chosen.
@@ -212,6 +212,7 @@ def main(payload: dict[str, Any]) -> None:
         Budget.of(payload, processes),
         lambda module, tp: Bench(run, module, device, stopwatch, tp=tp),
         Rates(store, rank, processes) if device.type == "cpu" else None,
+        TIMES if device.type == "cpu" else 1,
     )
     variants = [Variant(**fields) for fields in payload["variants"]]
     mine = list(groups(variants, shares(list(payload["draws"]), rank, processes)))
@@ -239,13 +240,14 @@ class Session:
         budget: Budget,
         bench: Callable[[str, int], Bench],
         rates: Rates | None = None,
+        times: int = TIMES,
     ) -> None:
         self._payload, self._file, self._result = payload, file, result
-        self._budget, self._make, self._rates = budget, bench, rates
+        self._budget, self._make, self._rates, self._most = budget, bench, rates, times
         self.records: Records = {}
         self._reported_s = 0.0
         # records of an interrupted profile are not measured again
-        self._times = Counter(dict.fromkeys(payload["kept"], TIMES))
+        self._times = Counter(dict.fromkeys(payload["kept"], times))
         self._trained: dict[str, tuple[float, float]] = {}
         self._bench: Bench | None = None
         self._bench_of: tuple[str, int] | None = None
@@ -313,7 +315,7 @@ class Session:
         again = [
             one
             for one in [*group.first, *group.rest]
-            if not first and 0 < self._times[one.name] < TIMES and fits(one)
+            if not first and 0 < self._times[one.name] < self._most and fits(one)
         ]
         return max(again, key=lambda one: _doubt(self.records[one.name]), default=None)
 
@@ -330,7 +332,7 @@ class Session:
         begin_s = self._budget.clock()
         times = bench.times(sizes, frozen)
         if times is None:  # it does not fit into the device's memory
-            self._times[one.name] = TIMES
+            self._times[one.name] = self._most
             return
         group.rate.see(flops, self._budget.clock() - begin_s)
         if one.name not in self.records:
