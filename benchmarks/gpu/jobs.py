@@ -264,8 +264,8 @@ def shared(setting: Setting) -> None:
 
 
 def large(setting: Setting) -> None:
-    """A model of a billion weights in bf16: step, memory and MFU beside the plan's, which nothing is
-    saved of; then the same with most of the device's memory taken, which must end with a message.
+    """A model of a billion weights in bf16: step, memory and MFU beside the plan's, without saving;
+    then the same with most of the device's memory taken, which must end with a message.
     """
     size, length = (LITTLE, 256) if setting.small else (BILLION, 4096)
     texts(setting, size, length, {"global_batch_size": 4 if setting.small else 16})

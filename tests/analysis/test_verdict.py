@@ -190,7 +190,7 @@ def test_a_device_alone_in_its_stage_is_compared_with_itself(tmp_path, mhz, prof
 
 
 def test_where_all_are_slow_their_clocks_are_named(tmp_path):
-    slow = {unit: 1.2 for unit in ("encoder", "llm", "generator")}
+    slow = dict.fromkeys(("encoder", "llm", "generator"), 1.2)
     for name, mhz in (("hot", 1300), ("else", 1700)):
         spec = synthetic.Synthetic(
             unit_factor=slow,

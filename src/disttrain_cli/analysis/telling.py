@@ -373,8 +373,8 @@ def clocks_of(record: Record, places: Sequence[Place]) -> str:
     reasons = dict.fromkeys(reason for one in low for reason in one.reasons)
     least, most = (pick(one.mhz / one.usual_mhz for one in low) for pick in (min, max))
     return (
-        f"; the clocks of their GPUs are at {100 * least:.0f} to {100 * most:.0f} % of what is usual"
-        f" ({', '.join(reasons)})"
+        f"; the clocks of their GPUs are at {100 * least:.0f} to {100 * most:.0f} % of what is"
+        f" usual ({', '.join(reasons)})"
     )
 
 

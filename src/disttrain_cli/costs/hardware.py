@@ -34,9 +34,9 @@ RULES = (
     " wait"
 )
 
-#: Bytes that an optimizer step without clipping moves per parameter: 4 for the gradient norm, 28 for
-#: AdamW (fp32 weight and two moments both ways, gradient); in bf16 6 to round the master into the
-#: weight and 4 to clear the fp32 sum of gradients. Clipping moves 8 more.
+#: Bytes that an optimizer step without clipping moves per parameter: 4 for the gradient norm, those
+#: of AdamW (fp32 weight and two moments both ways, gradient); in bf16 6 to round the master into
+#: the weight and 4 to clear the fp32 sum of gradients. Clipping moves 8 more.
 ADAMW_BYTES = 28.0
 OPTIMIZER_BYTES = {"fp32": ADAMW_BYTES + 4.0, "bf16": ADAMW_BYTES + 14.0}
 

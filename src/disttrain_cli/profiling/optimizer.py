@@ -1,4 +1,4 @@
-"""Time of an optimizer step per parameter: the runtime's own, from gradient norm to cleared sums."""
+"""Time of the runtime's optimizer step per parameter, from gradient norm to cleared sums."""
 
 from __future__ import annotations
 

@@ -87,8 +87,6 @@ def load_of(readings: Sequence[Reading]) -> dict[str, Any]:
         "sm_mhz": float(median(one.sm_mhz for one in readings)),
         "power_w": float(median(one.power_w for one in readings)),
         "throttle": [
-            reason
-            for reason in dict.fromkeys(reasons)
-            if reasons.count(reason) > len(readings) / 2
+            reason for reason in dict.fromkeys(reasons) if reasons.count(reason) > len(readings) / 2
         ],
     }

@@ -6,8 +6,8 @@ will. Modules are dealt to the processes in turn, so that different modules are 
 concurrently, again as in the run. A process has one module at one TP size in memory at a time.
 
 It measures in two rounds: first a few sizes that span the data's for each of its groups, then,
-while the budget lasts (`budget.py`), more sizes of everything, and at last repeats of measured
-sizes, those whose times differ most first.
+while the budget lasts (`budget.py`), more sizes of everything, and at last, on a CPU, repeats of
+measured sizes, those whose times differ most first.
 """
 
 from __future__ import annotations

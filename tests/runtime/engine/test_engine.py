@@ -230,7 +230,9 @@ def test_an_update_moves_the_bytes_that_are_priced(
     world: tuple[Path, torch.device], precision: str
 ) -> None:
     """Also that of `profiling.optimizer`, which is measured in its place."""
-    with Job(world, f"moved-{precision}", precision=precision, zero_stage=1, gradient_clipping=0.0) as job:
+    with Job(
+        world, f"moved-{precision}", precision=precision, zero_stage=1, gradient_clipping=0.0
+    ) as job:
         job.step(0)
         update, moved = job.engine._update, Moved()
 

@@ -1,4 +1,4 @@
-"""GPUs whose clock is lowered: recorded clocks against other devices, earlier steps, the profile."""
+"""GPUs with lowered clocks: recorded clocks against other devices, earlier steps, the profile."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def slow_clocks(database: Database) -> dict[int, SlowClock]:
     the profile, in this order. One whose driver gives no reason is not among them.
     """
     rows = database.sql(
-        "SELECT rank, any_value((unit, stage)::VARCHAR) AS alike, list(sm_mhz ORDER BY step) AS mhz,"
-        " list(power_w ORDER BY step) AS power_w, list(throttle ORDER BY step) AS throttle"
+        "SELECT rank, any_value((unit, stage)::VARCHAR) AS alike, list(sm_mhz ORDER BY step) AS"
+        " mhz, list(power_w ORDER BY step) AS power_w, list(throttle ORDER BY step) AS throttle"
         " FROM operations WHERE operation = 'step' AND measured AND sm_mhz > 0 GROUP BY rank"
     )
     medians = {row["rank"]: float(np.median(row["mhz"])) for row in rows}
