@@ -27,7 +27,6 @@ def library(asked: list[Any], **failing: int) -> SimpleNamespace:
 
     values = {
         "nvmlInit_v2": None,
-        "nvmlDeviceGetHandleByPciBusId_v2": 7,
         "nvmlDeviceGetHandleByUUID": 7,
         "nvmlDeviceGetClockInfo": 1695,
         "nvmlDeviceGetPowerUsage": 698_412,
@@ -36,26 +35,13 @@ def library(asked: list[Any], **failing: int) -> SimpleNamespace:
     return SimpleNamespace(**{name: function(name, value) for name, value in values.items()})
 
 
-@pytest.mark.parametrize(
-    ("properties", "found"),
-    [
-        (
-            {"pci_domain_id": 0, "pci_bus_id": 0x3B, "pci_device_id": 0},
-            ("nvmlDeviceGetHandleByPciBusId_v2", b"0000:3b:00.0"),
-        ),
-        ({"uuid": "11-22"}, ("nvmlDeviceGetHandleByUUID", b"GPU-11-22")),
-    ],
-)
-def test_a_device_is_found_by_its_identity_and_read(
-    monkeypatch: pytest.MonkeyPatch, properties: dict[str, Any], found: tuple[str, bytes]
-) -> None:
+@pytest.mark.parametrize("uuid", ["11-22", "GPU-11-22"])
+def test_a_device_is_found_by_its_uuid_and_read(monkeypatch: pytest.MonkeyPatch, uuid: str) -> None:
     asked: list[Any] = []
     monkeypatch.setattr(ctypes, "CDLL", lambda name: library(asked))
-    monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda _: SimpleNamespace(**properties)
-    )
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid=uuid))
     sensor = sensor_of(torch.device("cuda", 0))
-    assert sensor is not None and found in asked
+    assert sensor is not None and ("nvmlDeviceGetHandleByUUID", b"GPU-11-22") in asked
     assert sensor.read() == Reading(sm_mhz=1695, power_w=698, throttle=0x24)
 
 

@@ -7,12 +7,9 @@ pynvml. A reading takes the host well below a millisecond and the device nothing
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from disttrain_cli.runtime.launching.devices import identity
-
-if TYPE_CHECKING:
-    import torch
+import torch
 
 SM_CLOCK = 1  # NVML_CLOCK_SM
 
@@ -57,13 +54,10 @@ def sensor_of(device: torch.device) -> Sensor | None:
         library = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
         return None
-    name, handle = identity(device), ctypes.c_void_p()
-    found = (
-        library.nvmlDeviceGetHandleByUUID
-        if name.startswith("GPU-")
-        else library.nvmlDeviceGetHandleByPciBusId_v2
-    )
-    known = name if name.startswith("GPU-") else f"{name}.0"
-    if library.nvmlInit_v2() or found(known.encode(), ctypes.byref(handle)):
+    name = f"GPU-{str(torch.cuda.get_device_properties(device).uuid).removeprefix('GPU-')}"
+    handle = ctypes.c_void_p()
+    if library.nvmlInit_v2() or library.nvmlDeviceGetHandleByUUID(
+        name.encode(), ctypes.byref(handle)
+    ):
         return None
     return Sensor(library, handle)
