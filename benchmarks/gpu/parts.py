@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 from benchmarks.gpu import jobs, modules
+from benchmarks.gpu import nccl as layouts
+from benchmarks.gpu.collectives import collectives
 from benchmarks.gpu.setting import Figures, Setting
 from disttrain_cli.models.host import use_cuda
 
@@ -76,6 +78,8 @@ def curve(setting: Setting) -> None:
 
 PARTS: dict[str, Callable[[Setting], None]] = {
     "tests": jobs.pytest,
+    "collectives": collectives,
+    "nccl": layouts.nccl,
     "block_7b": partial(block, preset="mllm-9b"),
     "head": head,
     "vit": vit,

@@ -28,6 +28,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from disttrain_cli.models import flash4
 from disttrain_cli.models.graph import layer_table
 from disttrain_cli.profiling.budget import Budget, Rate, cpu_budget_s
 from disttrain_cli.profiling.compute import Slowdown, Stopwatch
@@ -44,7 +45,7 @@ from disttrain_cli.spec.whole import write_whole
 
 RENDEZVOUS_TIMEOUT = timedelta(minutes=5)
 #: Draws of a variant in the first round: fits of 8 that span the sizes were as good on the other
-#: draws as fits of 18 at random (tiny preset; docs/log.md).
+#: draws as fits of 18 at random (tiny preset; docs/decisions/10-profiling.md).
 FIRST = 8
 #: Most measurements of one draw on a CPU; on a GPU each is a median of many passes.
 TIMES = 3
@@ -189,9 +190,12 @@ def main(payload: dict[str, Any]) -> None:
     groups), folder.
     """
     rank, processes = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    run = read_run(*payload["run"])
     if payload["device"] == "cuda":
-        print(set_cuda_environment(), flush=True)
+        print(set_cuda_environment(run.file.cluster.ranks_per_gpu), flush=True)
     device = rank_device(payload["device"])
+    if device.type == "cuda":
+        flash4.use(flash4.version(run.file.cluster.flash_attention, device))
     if device.type == "cpu":
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     store = rendezvous(RENDEZVOUS_TIMEOUT)
@@ -200,7 +204,6 @@ def main(payload: dict[str, Any]) -> None:
         "nccl" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=processes
     )
     result: dict[str, Any] = {"links": measure_links(device).model_dump()}
-    run = read_run(*payload["run"])
     result["optimizer_ns"] = step_ns_per_parameter(
         int(payload["parameters"]) // processes, run.file.train.precision, device
     )

@@ -321,6 +321,9 @@ class DeviceProfile(Strict):
         1, ge=1, description="Processes that shared the device while it was measured."
     )
     cores: int = Field(1, ge=1, description="CPU: cores of the machine, shared by all processes.")
+    flash_attention: Literal[2, 4] = Field(
+        2, description="Version of flash attention that times are of, and that ranks use."
+    )
     optimizer_ns_per_parameter: float = Field(
         0.0, ge=0, description="Time of an optimizer step per parameter whose states a rank holds."
     )
