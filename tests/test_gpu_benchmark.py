@@ -93,6 +93,7 @@ def test_aims_are_stated_with_what_was_measured():
             "figures": {
                 "planned": {"peak_gib": [40.0]},
                 "train": {"mfu": 0.49, "memory_gib": 38.5},
+                "prediction": {"error": -0.06},
             }
         },
     }
@@ -101,6 +102,9 @@ def test_aims_are_stated_with_what_was_measured():
         ("block_70b", "at least 0.55", None),
         ("large", "at least 0.5", False),
         ("large", "at most 0.05", True),
+        ("large", "at most 0.05", False),
+        ("multimodal", "at most 0.05", None),
+        ("multimodal", "at most 0.05", None),
     ]
     assert not any(aim["reached"] is not None for aim in aims({}))
 
@@ -266,19 +270,25 @@ def test_layouts_of_six_ranks_next_to_one(setting):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", ["chain", "shared", "large"])
+@pytest.mark.parametrize("part", ["chain", "shared", "large", "multimodal"])
 def test_whole_commands(part, setting, monkeypatch):
     """On texts alone, as without OpenCV; ranks are watched for synchronisations, of which a CPU
     knows none."""
-    monkeypatch.setattr(jobs, "find_spec", lambda name: name == "duckdb")
+    there = {"duckdb", "cv2"} if part == "multimodal" else {"duckdb"}
+    monkeypatch.setattr(jobs, "find_spec", lambda name: name in there)
     figures = run_part(part, setting)
     assert figures["train"]["code"] == 0 and figures["train"]["memory_gib"] > 0
     assert figures["planned"]["gpus"] == (2 if part == "shared" else 1)
-    if part != "shared":
-        assert (setting.folder / "synchronisations-0.json").read_text() == "{}"
     if part == "chain":
+        assert (setting.folder / "synchronisations-0.json").read_text() == "{}"
         assert (
             figures["analyze"]["verdict"]["headline"] and figures["train"]["synchronisations"] == []
         )
-    if part == "large":
-        assert figures["resume"]["from"] == 4 and figures["resume"]["steps"] == 2
+        assert figures["resume"]["from"] == 6 and figures["resume"]["steps"] == 2
+    if part in ("large", "multimodal"):
+        assert not list(setting.folder.glob("runs/*/checkpoints/*"))
+        measured, predicted = (
+            figures["prediction"][f"{name}_s"] for name in ("measured", "predicted")
+        )
+        assert figures["prediction"]["error"] == pytest.approx(measured / predicted - 1)
+        assert figures["analyze"]["operations"] and figures["train"]["clocks"] == {"throttle": []}

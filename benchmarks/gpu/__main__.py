@@ -39,9 +39,10 @@ LIMITS_S = {
     "unet": 25.0,
     "chain": 105.0,
     "shared": 65.0,
-    "large": 245.0,
-    "block_70b": 33.0,
-    "curve": 12.0,
+    "large": 115.0,
+    "multimodal": 130.0,
+    "block_70b": 30.0,
+    "curve": 22.0,
 }
 HOST_S = 60.0  # at most, to ask for the device; the first import of torch may read gigabytes
 ON_A_CPU = 10.0  # times the limits, which are those of a device

@@ -64,8 +64,8 @@ def unet(setting: Setting) -> None:
 
 
 def curve(setting: Setting) -> None:
-    """What kernels reach of the device's peaks: an entry for `curves` in
-    templates/hardware.yaml."""
+    """What kernels reach of the device's peaks, in bursts and under full load: an entry for
+    `curves` in templates/hardware.yaml."""
     from benchmarks import efficiency
 
     known = efficiency.lookup(
@@ -87,6 +87,7 @@ PARTS: dict[str, Callable[[Setting], None]] = {
     "chain": jobs.chain,
     "shared": jobs.shared,
     "large": jobs.large,
+    "multimodal": jobs.multimodal,
     "block_70b": partial(block, preset="mllm-72b"),
     "curve": curve,
 }

@@ -124,7 +124,7 @@ def measure(
         cluster=file.cluster,
         provenance=_provenance(measured, kind) | data.provenance,
         device=described.model_copy(
-            update={"optimizer_ns_per_parameter": measured.optimizer_ns * sharing}
+            update={"optimizer_ns_per_parameter": measured.optimizer_ns * sharing} | measured.load
         ),
         inputs=inputs,
         modules=modules,

@@ -325,7 +325,14 @@ class DeviceProfile(Strict):
         2, description="Version of flash attention that times are of, and that ranks use."
     )
     optimizer_ns_per_parameter: float = Field(
-        0.0, ge=0, description="Time of an AdamW step per parameter whose states a rank holds."
+        0.0, ge=0, description="Time of an optimizer step per parameter whose states a rank holds."
+    )
+    sm_mhz: float | None = Field(
+        None, gt=0, description="GPU: SM clock while layers were measured, median."
+    )
+    power_w: float | None = Field(None, ge=0, description="GPU: power at that time, median.")
+    throttle: list[str] = Field(
+        default_factory=list, description="GPU: what held the clock down at that time."
     )
 
 

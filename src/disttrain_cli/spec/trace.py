@@ -64,7 +64,9 @@ OPERATIONS = (
 # for encoder and generator, images read for the LLM); bytes of a transfer; peer is the other rank,
 # -1 for several or none; late_ns is the part of a rehearsal's `receive_*` by which its message was
 # delayed by the host, not by the emulated link; exchange_ns is the part of a forward or backward in
-# which the rank communicated with its TP or CP group, waiting included; null without such groups.
+# which the rank communicated with its TP or CP group, waiting included; null without such groups;
+# sm_mhz, power_w and throttle (bits of `THROTTLES`) are the state of the rank's GPU late in a step,
+# while the host waits for it, on the row of its optimizer; null elsewhere and where unknown.
 TRACE_COLUMNS: dict[str, str] = {
     "run": "string",
     "step": "int32",
@@ -88,6 +90,21 @@ TRACE_COLUMNS: dict[str, str] = {
     "peer": "int32",
     "late_ns": "int64",
     "exchange_ns": "int64",
+    "sm_mhz": "int32",
+    "power_w": "int32",
+    "throttle": "int32",
+}
+#: Reasons for which a GPU lowers its clock, by NVML's bit (nvmlClocksEventReasons). That it is idle
+#: (1) is none.
+THROTTLES = {
+    0x2: "application clocks",
+    0x4: "power cap",
+    0x8: "hardware slowdown",
+    0x10: "sync boost",
+    0x20: "thermal limit",
+    0x40: "thermal limit",
+    0x80: "power brake",
+    0x100: "display clocks",
 }
 
 STEP_COLUMNS: dict[str, str] = {
@@ -146,6 +163,11 @@ SAMPLE_COLUMNS: dict[str, str] = {
     "samples": "list<int64>",
     "names": "list<string>",
 }
+
+
+def throttle_reasons(bits: int) -> list[str]:
+    """Return the reasons of the column `throttle` in words, each once."""
+    return list(dict.fromkeys(name for bit, name in THROTTLES.items() if bits & bit))
 
 
 def arrow_schema(columns: dict[str, str]) -> pa.Schema:

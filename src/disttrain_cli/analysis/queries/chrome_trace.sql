@@ -29,7 +29,7 @@ WITH rows AS (
         ts: (start_ns - $origin) / 1e3, dur: duration_ns / 1e3,
         args: {step: step, slot: slot, module: module, tokens: tokens, images: images, sequences: sequences,
                sum_length_sq: sum_length_sq, bytes: bytes, peer: peer, late_ns: late_ns,
-               exchange_ns: exchange_ns}}) AS event
+               exchange_ns: exchange_ns, sm_mhz: sm_mhz, power_w: power_w, throttle: throttle}}) AS event
     FROM rows
     UNION ALL
     SELECT sent_ns, to_json({ph: 's', name: 'transfer', cat: 'transfer', id: number + $first_id, pid: from_place,

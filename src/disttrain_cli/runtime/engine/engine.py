@@ -39,6 +39,7 @@ from disttrain_cli.runtime.engine.split import SplitSchedule, WeightPass
 from disttrain_cli.runtime.engine.stage import StageRunner
 from disttrain_cli.runtime.units import communicators
 from disttrain_cli.runtime.units.broker import Broker, Brokers
+from disttrain_cli.runtime.watching.sensors import sensor_of
 from disttrain_cli.runtime.watching.tracing import Tracer
 from disttrain_cli.runtime.watching.turns import Turns
 from disttrain_cli.spec.plan import Layout
@@ -91,6 +92,8 @@ class UnitEngine:
         # of the last step's global batch, weighted, by name
         self.step_losses: dict[str, float] = {}
         self.largest: list[float] = []  # maxima over the ranks of the last step's `told` values
+        self._sensor = sensor_of(self.device)
+        self._reading: dict[str, int] = {}  # the sensor's of this step, as columns of a row
 
     @property
     def basic_optimizer(self) -> Any:
@@ -307,7 +310,7 @@ class UnitEngine:
         start = self.tracer.mark()
         with self._memory("optimizer step", slot):
             self._update()
-        self.tracer.record("step", start)
+        self.tracer.record("step", start, **self._reading)
 
     def _sum_tied_gradients(self) -> None:
         """Sum the gradients of a tied weight's two copies on different stages.
@@ -373,6 +376,9 @@ class UnitEngine:
         largest = to_device(self._told(), self.device, torch.float64)
         if len(largest):
             dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        if self._sensor is not None:  # while the device computes what the host has queued
+            reading = self._sensor.read()
+            self._reading = {} if reading is None else reading._asdict()
         values = read(torch.cat([sums, largest]))
         self.tracer.anchor()
         self.largest = values[len(sums) :]
