@@ -65,7 +65,8 @@ def test_every_entry_names_its_source_and_a_curve() -> None:
             and device.peak_of("fp32") == device.fp32_tflops
         )
     assert all(len(curve.source) > 20 for curve in known.curves.values())
-    assert {device.curve for device in known.devices.values()} | {"generic"} == set(known.curves)
+    curves = {device.curve for device in known.devices.values()} | {"generic"}
+    assert curves == {name.removesuffix("_flash_4") for name in known.curves}
     assert known.devices["A800"].link_gbytes_s < known.devices["A100"].link_gbytes_s
 
 
@@ -116,6 +117,17 @@ def test_time_of_one_kernel_by_hand() -> None:
         1 / curve.product
     )
     assert memory_s(device, 2039e9) == pytest.approx(1 / curve.memory)
+
+
+def test_flash_attention_4_makes_attention_alone_faster() -> None:
+    stock, newer = (
+        analytic_device("H200", ClusterSpec(flash_attention=version), "bf16")
+        for version in ("auto", 4)
+    )
+    for work, faster in ((KernelWork(attention_flops=1e12), True), (KernelWork(1e12), False)):
+        assert (kernels_ms(newer, "bf16", work) < kernels_ms(stock, "bf16", work)) == faster
+    with pytest.raises(SpecError, match="speed of FlashAttention 4 on analytic:A100"):
+        analytic_device("A100", ClusterSpec(flash_attention=4), "bf16")
 
 
 def test_sustained_efficiency_is_used_where_it_is_known(monkeypatch: pytest.MonkeyPatch) -> None:

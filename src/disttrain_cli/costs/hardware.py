@@ -179,7 +179,8 @@ def analytic_device(name: str, cluster: ClusterSpec, precision: Precision) -> De
     `generic`.
 
     Raises:
-        SpecError: the device is not in the catalogue and the run file lacks its peak or memory.
+        SpecError: the device is not in the catalogue and the run file lacks its peak or memory; or
+            FlashAttention 4 is asked for, and its curve is unknown.
     """
     devices = catalogue().devices
     known = next(
@@ -188,7 +189,15 @@ def analytic_device(name: str, cluster: ClusterSpec, precision: Precision) -> De
     )
     if known is None:
         known = _generic(name, cluster)
-    changes: dict[str, float] = {}
+    changes: dict[str, float | str] = {}
+    if cluster.flash_attention == 4:
+        changes["curve"] = f"{known.curve}_flash_4"
+        if changes["curve"] not in catalogue().curves:
+            raise SpecError(
+                f"The speed of FlashAttention 4 on analytic:{name} is not known",
+                f"the catalogue has no curve {changes['curve']}",
+                "Set cluster.flash_attention: 2, or profile on such a device",
+            )
     if cluster.peak_tflops is not None:
         changes[f"{precision}_tflops"] = cluster.peak_tflops
     if cluster.memory_gib is not None:
