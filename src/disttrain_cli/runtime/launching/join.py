@@ -23,6 +23,7 @@ from disttrain_cli.data.serving.identity import identity_of
 from disttrain_cli.errors import RankLostError
 from disttrain_cli.models.graph import layer_table
 from disttrain_cli.models.tying import tied_layers
+from disttrain_cli.runtime.launching.cores import bind_cores
 from disttrain_cli.runtime.launching.descriptors import needed, raise_limit
 from disttrain_cli.runtime.launching.devices import choose_backend, identity, rank_device
 from disttrain_cli.runtime.launching.ending import follow
@@ -97,6 +98,8 @@ def join(payload: dict[str, Any], stack: ExitStack) -> Joined:
     if profile.device.kind == "cuda":
         print(set_cuda_environment(), flush=True)
     device = rank_device(profile.device.kind)
+    if device.type == "cuda":
+        print(bind_cores(device), flush=True)
     check_fit(run, profile.device, device)
     check_memory(plan, profile.device, coords, device)
     raise_limit(
