@@ -217,6 +217,14 @@ def main(payload: dict[str, Any]) -> None:
                 profiler,
                 say,
                 idle_gib,
+                next(
+                    (
+                        stage.reserve_gib
+                        for stage in job.plan.predicted.memory
+                        if (stage.unit, stage.stage) == (coords.unit.name, coords.stage.index)
+                    ),
+                    0.0,
+                ),
             ),
             engine,
             loader,
