@@ -11,7 +11,7 @@ import pytest
 
 from disttrain_cli.costs import nccl
 from disttrain_cli.costs.hardware import catalogue
-from disttrain_cli.costs.memory import Groups, layout_memory
+from disttrain_cli.costs.memory import Groups, cuts_of, layout_memory
 from disttrain_cli.runtime.units.communicators import CTAS, Communicator, communicators, peers
 from disttrain_cli.spec.plan import Layout, UnitPlan
 from disttrain_cli.spec.profile import Profile
@@ -161,7 +161,8 @@ def _counted(
 @pytest.mark.parametrize("seed", range(16))
 def test_connections_are_priced_as_they_are_counted(seed: int) -> None:
     """Messages and exchanges exactly; with rings and trees never less, and little more than the
-    most of each communicator, whose ranks may differ."""
+    most of each communicator, whose ranks may differ. The bounds of the search
+    hold."""
     layout = _layout(seed)
     node = max((4, 8)[seed % 2], *(unit.tp_cp_size for unit in layout.units))
     profile, graph = _profile(node, layout.gpus_used), stage_graph(layout, "llm")
@@ -186,5 +187,11 @@ def test_connections_are_priced_as_they_are_counted(seed: int) -> None:
             ),
         ):
             assert most.get(kind, 0) == mib + own * number * (kind in most), (kind, stage.name)
+        known = device, cuts_of(profile, stage.unit.modules), len(stage.ranks), graph.world_size
+        outer = len(stage.unit.modules) < len(LAYERS)
+        assert nccl.most_messages_mib(*known, node, outer) >= groups.messages_mib
+        dearest = nccl.Spread.dearest(groups.weights.size, stage.tp, node)
+        own_mib = nccl.collective_mib(device, groups.weights)
+        assert nccl.collective_mib(device, dearest) >= own_mib
         counted, reserve = max(each.total() for each in counts), priced.reserve_gib * 1024
         assert 0.99 * counted <= reserve <= 1.05 * sum(most.values()) + 64, stage.name
