@@ -113,6 +113,8 @@ class Memory(Strict):
     context_gib: float = Field(ge=0)
     workspace_mib: float = Field(ge=0)
     communicator_mib: float = Field(ge=0)
+    channel_sent_mib: float = Field(ge=0)
+    channel_received_mib: float = Field(ge=0)
     fragmentation: float = Field(ge=0)
     source: str
 

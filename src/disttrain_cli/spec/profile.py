@@ -305,7 +305,15 @@ class DeviceProfile(Strict):
         0.0, ge=0, description="Of that, cuBLAS's workspaces; stated, not measured."
     )
     communicator_mib: float = Field(
-        0.0, ge=0, description="Of that, each NCCL communicator; stated, not measured."
+        0.0,
+        ge=0,
+        description="Of that, each NCCL communicator without connections; stated, not measured.",
+    )
+    channel_sent_mib: float = Field(
+        0.0, ge=0, description="Of that, each NCCL channel to a rank of the same node."
+    )
+    channel_received_mib: float = Field(
+        0.0, ge=0, description="Of that, each NCCL channel from a rank of the same node."
     )
     fragmentation: float = Field(
         0.0,

@@ -46,7 +46,9 @@ COMPUTE = ("forward", "backward", "weights")
 FORWARD, BACKWARD, WEIGHTS = range(len(COMPUTE))
 TRANSFERS = ("send_activation", "receive_activation", "send_gradient", "receive_gradient")
 # `memory` is an instant: bytes are the most that the rank has held on its device for its stage so
-# far (CPU: growth of its process since the stage was built).
+# far (CPU: growth of its process since the stage was built). On a GPU there are two more after the
+# first step of a start: with `module` "device", what the driver says is in use there, of all
+# processes, and with "allocator", what torch's allocator holds of it.
 OPERATIONS = (
     "load",
     *COMPUTE,

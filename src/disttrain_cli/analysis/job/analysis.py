@@ -351,6 +351,7 @@ def _memory(database: Database) -> list[MemoryRow]:
                 **row,
                 predicted_gib=stage.peak_gib if stage else None,
                 limit_gib=stage.limit_gib if stage else None,
+                reserve_gib=stage.reserve_gib if stage else None,
                 of_process=database.job is not None and shares_cores(database.job),
             )
         )
