@@ -43,6 +43,7 @@ WITH rows AS (
     UNION ALL
     SELECT end_ns, to_json({ph: 'C', name: 'memory of rank ' || rank, cat: 'memory', pid: u.place, tid: rank,
                             ts: (end_ns - $origin) / 1e3, step: step, module: module, args: {GiB: bytes / 1073741824}})
-    FROM trace JOIN units u USING (unit) WHERE operation = 'memory' AND module = '' AND list_contains($steps, step)
+    FROM trace JOIN units u USING (unit) WHERE operation = 'memory' AND coalesce(module, '') NOT IN ('device', 'allocator')
+      AND list_contains($steps, step)
 )
 SELECT event::VARCHAR AS event FROM events ORDER BY at_ns;
