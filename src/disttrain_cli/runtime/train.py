@@ -159,6 +159,7 @@ def train(
             progress=progress,
             note=said_once,
             watch=look,
+            wait=lambda: request.end_before_ranks(progress),
             variables=visible_devices(
                 planned.profile.device.kind,
                 planned.profile.device.count,

@@ -41,6 +41,7 @@ def run_ranks(
     progress: Progress,
     note: Callable[[str], object] = lambda sentence: None,
     watch: Callable[[], None] = lambda: None,
+    wait: Callable[[], None] = lambda: None,
     variables: Mapping[str, str] | None = None,
 ) -> Reports:
     """Start the processes of a job and follow them to the end.
@@ -51,6 +52,7 @@ def run_ranks(
     Args:
         note: called with each note of `before_fork`.
         watch: called about every 50 ms once the start has begun.
+        wait: called about every 50 ms until then.
         variables: added to the processes' environment.
 
     Raises:
@@ -71,6 +73,8 @@ def run_ranks(
         return {"name": name, "steps_file": str(reports)}
 
     def poll() -> None:
+        if not begun:
+            wait()
         for reader in begun:
             reader.poll()
             watch()
