@@ -59,6 +59,13 @@ def best_of(checkpoints: Path) -> Path | None:
     return min(losses, key=lambda folder: losses[folder], default=None)
 
 
+def trained(run: Run) -> Path | None:
+    """Return the checkpoint that a run results in: the newest, or with `keep_best` the best."""
+    spec = run.file.train.evaluated
+    best = best_of(run.dir.checkpoints) if spec and spec.keep_best else None
+    return best or latest(run.dir.checkpoints)
+
+
 def superseded(checkpoints: Path, keep: int, keep_best: bool = False) -> list[Path]:
     """Return the checkpoints that may be removed.
 
