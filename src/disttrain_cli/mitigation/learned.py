@@ -15,7 +15,7 @@ from typing import Any
 from disttrain_cli.analysis.job.files import recorded_steps
 from disttrain_cli.analysis.learning import learning
 from disttrain_cli.calls import Reader, read_by
-from disttrain_cli.errors import DisttrainError, SpecError
+from disttrain_cli.errors import DisttrainError
 from disttrain_cli.runtime.checkpoints.folder import trained
 from disttrain_cli.runtime.launching.rank import read_job_file
 from disttrain_cli.runtime.launching.starts import alone
@@ -25,7 +25,6 @@ from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.rundir import stopped_file
 from disttrain_cli.spec.runfile import Run, read_run
 from disttrain_cli.spec.samples import Samples
-from disttrain_cli.spec.trace import read_job
 
 
 def learned(
@@ -46,12 +45,7 @@ def learned(
         from disttrain_cli.runtime.watching.trackers import sampled, trackers_of
 
         values = {"verdict": f"{verdict.headline}. {verdict.advice}".rstrip()}
-        try:
-            start = read_job(run.dir.traces / "job.json").run
-        except SpecError as error:  # a full disk when training began
-            say(f"warning: trackers get no verdict: {error.what}")
-            return verdict
-        for tracker in trackers_of(run, start, True, say):
+        for tracker in trackers_of(run, rows[-1]["step"] + 1, say):
             if samples is not None:
                 folder = run.dir.images / Path(samples.checkpoint).name
                 tracker.write(samples.step, sampled(folder, samples))

@@ -31,7 +31,13 @@ from disttrain_cli.models.graph import describe as model_inputs
 from disttrain_cli.models.graph import layer_table
 from disttrain_cli.runtime.checkpoints import checkpoint, origin
 from disttrain_cli.runtime.checkpoints.averaging import Average
-from disttrain_cli.runtime.checkpoints.folder import begun, describe, latest, made_from
+from disttrain_cli.runtime.checkpoints.folder import (
+    begun,
+    describe,
+    latest,
+    made_from,
+    step_of,
+)
 from disttrain_cli.runtime.engine.assemble import build_engine
 from disttrain_cli.runtime.evaluation import Evaluation, Standing
 from disttrain_cli.runtime.feeding import fetcher, fields_of, message_dtype
@@ -103,8 +109,9 @@ def main(payload: dict[str, Any]) -> None:
                 print(text, flush=True)
             publish(reports, {"note": text, "done": 0, "total": 0})
 
+        newest = latest(run.dir.checkpoints) if told["resume"] else None
         watch = Watch(
-            trackers_of(run, told["name"], told["resume"], say) if rank0 else (),
+            trackers_of(run, newest and step_of(newest), say) if rank0 else (),
             stop_file(Path(payload["logs"])) if rank0 else None,
             narration if rank0 else None,
             Judged(verdicts_file(Path(payload["logs"]))) if rank0 else None,
@@ -163,7 +170,6 @@ def main(payload: dict[str, Any]) -> None:
             else 0
         )
         spec = run.file.train.evaluated
-        newest = latest(run.dir.checkpoints) if told["resume"] else None
         evaluation = (
             Evaluation(
                 run,

@@ -32,11 +32,12 @@ def all_of(checkpoints: Path) -> list[Path]:
     """Return the folders of all checkpoints, damaged ones too, the newest last."""
     return sorted(
         (path for path in checkpoints.glob("step-*") if path.name.removeprefix("step-").isdigit()),
-        key=_step,
+        key=step_of,
     )
 
 
-def _step(folder: Path) -> int:
+def step_of(folder: Path) -> int:
+    """Return the number of steps that a checkpoint's weights have been trained for."""
     return int(folder.name.removeprefix("step-"))
 
 
@@ -103,7 +104,7 @@ def remove_leftovers(checkpoints: Path) -> None:
 
 def how_to_go_on(folder: Path) -> str:
     """Return the advice for a checkpoint that cannot be used."""
-    earlier = [other for other in all_of(folder.parent) if _step(other) < _step(folder)]
+    earlier = [other for other in all_of(folder.parent) if step_of(other) < step_of(folder)]
     return (
         f"Move {folder} away to go on from {earlier[-1].name}, or {ANEW}."
         if earlier

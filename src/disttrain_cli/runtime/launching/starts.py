@@ -271,9 +271,8 @@ def move_aside(folder: RunDir) -> list[str]:
     A folder that is a link or another disk stays: the run's files in it are moved to an
     `earlier/NNN/` inside it.
     """
-    left = [
-        path for path in (folder.traces, folder.checkpoints, folder.images) if any(_left_in(path))
-    ]
+    outputs = (folder.traces, folder.checkpoints, folder.images, folder.tensorboard)
+    left = [path for path in outputs if any(_left_in(path))]
     if not left:
         return []
     numbers = [
@@ -316,6 +315,7 @@ def _left_in(path: Path) -> Iterator[Path]:
         "pulse",
         "sampling",
         "starter.log",
+        "events.out.tfevents.*",
     ):
         yield from path.glob(pattern)
     yield from {
