@@ -200,11 +200,13 @@ def main(payload: dict[str, Any]) -> None:
     result: dict[str, Any] = {"links": measure_links(device).model_dump()}
     result["optimizer_ns"] = adamw_ns_per_parameter(int(payload["parameters"]) // processes, device)
     run = read_run(*payload["run"])
+    budget = Budget.of(payload, processes)
+    result["started_s"] = budget.spent_s
     session = Session(
         payload,
         Path(payload["folder"]) / f"{rank}.json",
         result,
-        Budget.of(payload, processes),
+        budget,
         lambda module, tp: Bench(run, module, device, tp=tp),
         Rates(store, rank, processes) if device.type == "cpu" else None,
     )
