@@ -111,7 +111,7 @@ def main(payload: dict[str, Any]) -> None:
 
         newest = latest(run.dir.checkpoints) if told["resume"] else None
         watch = Watch(
-            trackers_of(run, newest and step_of(newest), say) if rank0 else (),
+            trackers_of(run, step_of(newest) if newest else None, say) if rank0 else (),
             stop_file(Path(payload["logs"])) if rank0 else None,
             narration if rank0 else None,
             Judged(verdicts_file(Path(payload["logs"]))) if rank0 else None,
@@ -130,6 +130,7 @@ def main(payload: dict[str, Any]) -> None:
             say,
             DeviceClock(now) if job.device.type == "cuda" else None,
             run.file.train.keep_trace_steps,
+            job.graph.world_size,
         )
         tracer.pulse = job.pulse
         stack.callback(tracer.close)

@@ -195,3 +195,32 @@ def test_segments_of_older_steps_are_deleted_whatever_start_wrote_them(
     assert len(opened) == (first == 0)
     pairs = sorted({step - step % 2 for step in lasts.values() if step is not None})
     assert pairs == list(range(first, 16, 2))
+
+
+def test_segments_of_ranks_that_are_gone_are_deleted_by_the_first(tmp_path: Path) -> None:
+    """A start on four ranks goes on with two of them."""
+
+    def write(rank: int, run: str, steps: range, kept: int | None, ranks: int) -> None:
+        stage = graph_of().stages[0]
+        tracer = Tracer(
+            tmp_path,
+            run,
+            RankCoords(rank, stage, 0),
+            lambda: 0,
+            pytest.fail,
+            kept_steps=kept,
+            ranks=ranks,
+        )
+        for step in steps:
+            tracer.step = step
+            tracer.record("forward", step, step + 1, module="llm")
+            tracer.end_step()
+        tracer.close()
+
+    for rank in range(4):
+        write(rank, "start-000", range(5 if rank == 3 else 4), None, 4)
+    (tmp_path / "rank-notes").mkdir()
+    for rank, left in ((1, {0, 1, 2, 3}), (0, {0, 1, 3})):
+        write(rank, "start-001", range(4, 12), 8, 2)
+        assert {int(path.parent.name[5:]) for path in tmp_path.glob("*/segment*")} == left
+    assert not (tmp_path / "rank-00002").exists() and (tmp_path / "rank-notes").exists()
