@@ -32,7 +32,7 @@ def collectives(setting: Setting) -> None:
     """Measure with a rank per device, or with two on the one device."""
     devices = torch.cuda.device_count() if setting.kind == "cuda" else 0
     sizes = SIZES_MIB if devices > 1 else SIZES_MIB[:1]
-    payload = {"kind": setting.kind, "ranks_per_gpu": 2 if devices == 1 else 1, "sizes": sizes}
+    payload = {"device": setting.kind, "ranks_per_gpu": 2 if devices == 1 else 1, "sizes": sizes}
     out = setting.folder / "collectives.json"
     launch(
         max(devices, 2),
@@ -47,9 +47,9 @@ def collectives(setting: Setting) -> None:
 
 def rank(payload: dict[str, Any]) -> None:
     """Run every operation on every size; rank 0 writes what it took and the memory after it."""
-    if payload["kind"] == "cuda":
+    if payload["device"] == "cuda":
         print(set_cuda_environment(payload["ranks_per_gpu"]), flush=True)
-    device = rank_device(payload["kind"])
+    device = rank_device(payload["device"])
     figures: dict[str, Figures] = {"joined": {}}
     with joined(device, LIMIT_S, store=rendezvous(timedelta(seconds=LIMIT_S))) as device:
         figures["joined"] = {"ranks": dist.get_world_size(), **_outside(device)}

@@ -41,8 +41,10 @@ Builds the sample index, or reads new shards into it, then measures forward and 
 module over the data's own sizes. Shards that changed or went since they were indexed are refused;
 with --reindex all are read again. Measuring stops at a budget: on a CPU 30 s of CPU time of all
 processes, or a tenth of what the training will take if that is less (5 s at least); on GPUs 3
-minutes. Sizes that span the data's come first, the rest is interpolated; data are read outside of
-it. With analytic:NAME nothing is measured but preprocessing: the
+minutes. Start-up counts (on a CPU some 20 s of all processes); reading the data does not. Sizes
+that span the data's come first, the smallest and a larger one of everything whatever the budget,
+the rest is interpolated. TP sizes that the budget left out are named here and by disttrain plan;
+profiling again goes on with them. With analytic:NAME nothing is measured but preprocessing: the
 layers' operators are counted and timed by the catalogue's figures, for machines that are not here.
 With --calibrate nothing is measured: the profile of a recorded run is corrected by its traces, and
 what it replaces is kept as profile.json.before.
@@ -166,7 +168,8 @@ def _render(console: Console, profile: Profile, path: Path, passes: str) -> None
         console.say(_measuring_line(measuring))
         for name, tps in measuring.not_measured.items():
             console.say(
-                f"         {name} without TP {', '.join(tps)}: the budget ended before them"
+                f"         {name} without TP {', '.join(tps)}: the budget ended before them;"
+                " disttrain profile again goes on with them"
             )
     console.say(
         f"Data     {data.samples:,} samples in {data.sequences:,} sequences "
@@ -270,11 +273,12 @@ def _measuring_line(measuring: Measuring) -> str:
     if measured < drawn:
         line += "; the rest is interpolated"
     over = (
-        ", which starting and the first sizes of everything exceed"
+        "; the first sizes of everything are measured all the same"
         if measuring.spent_s > measuring.budget_s + 1.0
         else ""
     )
-    return f"{line} (budget {measuring.budget_s:.0f} s{over})"
+    spent = f"budget {measuring.budget_s:.0f} s, start-up took {measuring.started_s:.0f} s"
+    return f"{line} ({spent}{over})"
 
 
 def _link_cells(times: LinkTimes) -> list[str]:

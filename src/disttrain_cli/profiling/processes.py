@@ -59,6 +59,7 @@ class Measured:
     continued: int  # records reused from an earlier profile
     budget_s: float
     load: dict[str, Any]  # fields of the device under load (`sustained.load_of`)
+    started_s: float  # of the budget, spent before the first layer
 
 
 def measure_in_processes(run: Run, request: Request, meter: Meter, progress: Progress) -> Measured:
@@ -131,6 +132,7 @@ def measure_in_processes(run: Run, request: Request, meter: Meter, progress: Pro
         slowdown=float(np.mean([result["slowdown"] for result in results])),
         budget_s=budget_s,
         load=results[0]["load"],
+        started_s=float(np.mean([result["started_s"] for result in results])) - FITS_S,
     )
 
 

@@ -208,11 +208,13 @@ def main(payload: dict[str, Any]) -> None:
         int(payload["parameters"]) // processes, run.file.train.precision, device
     )
     stopwatch = Stopwatch(device, sensor_of(device))
+    budget = Budget.of(payload, processes)
+    result["started_s"] = budget.spent_s
     session = Session(
         payload,
         Path(payload["folder"]) / f"{rank}.json",
         result,
-        Budget.of(payload, processes),
+        budget,
         lambda module, tp: Bench(run, module, device, stopwatch, tp=tp),
         Rates(store, rank, processes) if device.type == "cpu" else None,
         TIMES if device.type == "cpu" else 1,

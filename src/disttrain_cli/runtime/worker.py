@@ -31,7 +31,13 @@ from disttrain_cli.models.graph import describe as model_inputs
 from disttrain_cli.models.graph import layer_table
 from disttrain_cli.runtime.checkpoints import checkpoint, origin
 from disttrain_cli.runtime.checkpoints.averaging import Average
-from disttrain_cli.runtime.checkpoints.folder import begun, describe, latest, made_from
+from disttrain_cli.runtime.checkpoints.folder import (
+    begun,
+    describe,
+    latest,
+    made_from,
+    step_of,
+)
 from disttrain_cli.runtime.engine.assemble import build_engine
 from disttrain_cli.runtime.engine.faults import out_of_memory
 from disttrain_cli.runtime.evaluation import Evaluation, Standing
@@ -104,8 +110,9 @@ def main(payload: dict[str, Any]) -> None:
                 print(text, flush=True)
             publish(reports, {"note": text, "done": 0, "total": 0})
 
+        newest = latest(run.dir.checkpoints) if told["resume"] else None
         watch = Watch(
-            trackers_of(run, told["name"], told["resume"], say) if rank0 else (),
+            trackers_of(run, step_of(newest) if newest else None, say) if rank0 else (),
             stop_file(Path(payload["logs"])) if rank0 else None,
             narration if rank0 else None,
             Judged(verdicts_file(Path(payload["logs"]))) if rank0 else None,
@@ -124,6 +131,7 @@ def main(payload: dict[str, Any]) -> None:
             say,
             DeviceClock(now) if job.device.type == "cuda" else None,
             run.file.train.keep_trace_steps,
+            job.graph.world_size,
         )
         tracer.pulse = job.pulse
         stack.callback(tracer.close)
@@ -165,7 +173,6 @@ def main(payload: dict[str, Any]) -> None:
             else 0
         )
         spec = run.file.train.evaluated
-        newest = latest(run.dir.checkpoints) if told["resume"] else None
         evaluation = (
             Evaluation(
                 run,

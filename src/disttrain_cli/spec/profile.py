@@ -612,6 +612,9 @@ class Measuring(Strict):
         description="What is counted: CPU time of all processes together, or wall time (GPUs)."
     )
     budget_s: float = Field(description="Seconds after which measuring ends.")
+    started_s: float = Field(
+        description="Seconds spent before the first layer: imports, device, links, optimizer."
+    )
     spent_s: float = Field(description="Seconds spent, reading the data not included.")
     sizes: dict[str, dict[str, tuple[int, int]]] = Field(
         description=(

@@ -216,3 +216,30 @@ def test_memory_of_a_device_is_told_from_that_of_the_stage(
     found = ask([tmp_path], "SELECT step, held_gib, device_gib, allocator_gib FROM memory").rows
     assert sorted(found) == [(0, 6.0, 10.0, 8.0), (1, 6.0, None, None)]
     assert of_device(torch.device("cpu")) == {}
+def test_segments_of_ranks_that_are_gone_are_deleted_by_the_first(tmp_path: Path) -> None:
+    """A start on four ranks goes on with two of them."""
+
+    def write(rank: int, run: str, steps: range, kept: int | None, ranks: int) -> None:
+        stage = graph_of().stages[0]
+        tracer = Tracer(
+            tmp_path,
+            run,
+            RankCoords(rank, stage, 0),
+            lambda: 0,
+            pytest.fail,
+            kept_steps=kept,
+            ranks=ranks,
+        )
+        for step in steps:
+            tracer.step = step
+            tracer.record("forward", step, step + 1, module="llm")
+            tracer.end_step()
+        tracer.close()
+
+    for rank in range(4):
+        write(rank, "start-000", range(5 if rank == 3 else 4), None, 4)
+    (tmp_path / "rank-notes").mkdir()
+    for rank, left in ((1, {0, 1, 2, 3}), (0, {0, 1, 3})):
+        write(rank, "start-001", range(4, 12), 8, 2)
+        assert {int(path.parent.name[5:]) for path in tmp_path.glob("*/segment*")} == left
+    assert not (tmp_path / "rank-00002").exists() and (tmp_path / "rank-notes").exists()
