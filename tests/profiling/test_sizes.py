@@ -8,7 +8,15 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from disttrain_cli.profiling.sizes import SEQUENCES, PackedSizes, draw_sizes, spread, with_work
+from disttrain_cli.profiling.sizes import (
+    SEQUENCES,
+    PackedSizes,
+    draw_sizes,
+    needed_draws,
+    sequences_per_draw,
+    spread,
+    with_work,
+)
 from disttrain_cli.spec.work import Work
 
 TEXT_ONLY = PackedSizes([100, 120])
@@ -35,6 +43,17 @@ def test_encoders_and_generators_get_whole_slots_and_shares_of_them() -> None:
     sizes = [len(draw["image"]) for draw in draw_sizes("image", [MIXED])]
     assert {1, 2, 4, 8} == set(sizes)
     assert {len(draw["target"]) for draw in draw_sizes("target", [MIXED])} == {1, 2, 4}
+
+
+def test_a_gpu_is_measured_up_to_a_global_batch_and_at_the_largest_size_always() -> None:
+    per_draw = sequences_per_draw("cuda", 8)
+    assert per_draw == [1, 2, 4, 8] and sequences_per_draw("cpu", 8) == [1, 2, 4]
+    draws = draw_sizes("sequence", [MIXED, TEXT_ONLY], per_draw=per_draw)
+    assert {len(draw["documents"]) for draw in draws} == set(per_draw)
+    order, flops = [3, 1, 0, 2], [2.0, 8.0, 4.0, 1.0]
+    assert needed_draws(order, flops, "cpu") == [3, 0]
+    assert needed_draws(order, flops, "cuda") == [3, 1, 0]
+    assert needed_draws([0], [1.0], "cuda") == [0]
 
 
 def test_draws_without_work_are_left_out() -> None:

@@ -27,7 +27,14 @@ from disttrain_cli.profiling.footprints import running
 from disttrain_cli.profiling.hiding import hidden
 from disttrain_cli.profiling.kept import kept_path, record_name, save
 from disttrain_cli.profiling.processes import Measured, Request, measure_in_processes
-from disttrain_cli.profiling.sizes import draw_sizes, packed_sizes, spread, with_work
+from disttrain_cli.profiling.sizes import (
+    draw_sizes,
+    needed_draws,
+    packed_sizes,
+    sequences_per_draw,
+    spread,
+    with_work,
+)
 from disttrain_cli.profiling.trial import first_of_kinds
 from disttrain_cli.profiling.versions import library_versions
 from disttrain_cli.profiling.worker import Variant
@@ -45,9 +52,6 @@ MOST = 36
 FEWER = 18
 #: Draws whose saved activations are counted.
 COUNTED = 6
-#: Least FLOPs, in multiples of the smallest draw's, of the second draw that is measured regardless
-#: of the budget: with two draws of different size, a fit is not a constant.
-LARGER = 1.5
 
 
 def measure(
@@ -182,12 +186,13 @@ def _request(
 ) -> Request:
     """Select the draws to measure, spanning the sizes; fewer where TP > 1 or weights are frozen."""
     file, sizes = run.file, packed_sizes(data.drawn)
+    per_draw = sequences_per_draw(kind, file.train.global_batch_size)
     draws = {}
     for name in file.model.order:
         what = inputs.item(name)
         # Where fewer than one sequence in hundreds has work, the drawn ones may have none.
-        draws[name] = draw_sizes(what, sizes, file.train.seed) or draw_sizes(
-            what, with_work(what, packed_sizes(data.epoch)), file.train.seed
+        draws[name] = draw_sizes(what, sizes, file.train.seed, per_draw) or draw_sizes(
+            what, with_work(what, packed_sizes(data.epoch)), file.train.seed, per_draw
         )
     table = layer_table(run)
     file.train.count_epochs(data.profile.sequences)
@@ -202,8 +207,7 @@ def _request(
             one.forward(data.mean[name]) + one.backward(data.mean[name]) for one in kinds
         )
         order = spread(works)
-        larger = [draw for draw in order if costs[draw] >= LARGER * costs[order[0]]]
-        needed = [order[0], *sorted(larger, key=lambda draw, costs=costs: costs[draw])[:1]]  # type: ignore[misc]
+        needed = needed_draws(order, costs, kind)
         order = list(dict.fromkeys([*needed, *order]))
         for tp in degrees[name]:
             for frozen in (False, True):

@@ -18,8 +18,11 @@ from disttrain_cli.spec.heads import Grid, Item
 from disttrain_cli.spec.work import Work
 
 SEQUENCES = 256
-#: Sequences of a draw, in turn.
-PER_DRAW = (1, 2, 4)
+#: Sequences of a draw, in turn; on a GPU more, up to a global batch.
+PER_DRAW, CUDA_PER_DRAW = (1, 2, 4), (1, 2, 4, 8, 16)
+#: Least FLOPs, in multiples of the smallest draw's, of the second draw that is measured regardless
+#: of the budget: with two draws of different size, a fit is not a constant.
+LARGER = 1.5
 #: Share of a slot's images that one replica of an encoder or generator gets, in turn.
 SHARES = (1.0, 0.5)
 #: Ranges of an amount of work below this count as zero.
@@ -39,7 +42,12 @@ def with_work(item: Item, sequences: Sequence[PackedSizes]) -> list[PackedSizes]
     return [sequence for sequence in sequences if item == "sequence" or sequence.items.get(item)]
 
 
-def draw_sizes(item: Item, sequences: Sequence[PackedSizes], seed: int = 0) -> list[dict[str, Any]]:
+def draw_sizes(
+    item: Item,
+    sequences: Sequence[PackedSizes],
+    seed: int = 0,
+    per_draw: Sequence[int] = PER_DRAW,
+) -> list[dict[str, Any]]:
     """Draw arguments of `models.probe.probe_batch` for every microbatch to be measured.
 
     None of them is without work. Sequences are drawn without repetition until all were drawn, then
@@ -50,9 +58,9 @@ def draw_sizes(item: Item, sequences: Sequence[PackedSizes], seed: int = 0) -> l
     endless = _shuffled_forever(sequences, random)
     draws: list[dict[str, Any]] = []
     drawn = turn = 0
-    while drawn < max(SEQUENCES, len(PER_DRAW)):
-        chosen = [next(endless) for _ in range(PER_DRAW[turn % len(PER_DRAW)])]
-        share = SHARES[turn // len(PER_DRAW) % len(SHARES)]
+    while drawn < max(SEQUENCES, len(per_draw)):
+        chosen = [next(endless) for _ in range(per_draw[turn % len(per_draw)])]
+        share = SHARES[turn // len(per_draw) % len(SHARES)]
         drawn += len(chosen)
         turn += 1
         items = {
@@ -88,6 +96,27 @@ def spread(works: Sequence[Work]) -> list[int]:
         gaps = np.minimum(gaps, np.linalg.norm(amounts - amounts[order[-1]], axis=1))
         gaps[order] = -1.0
     return order
+
+
+def sequences_per_draw(kind: str, global_batch_size: int) -> list[int]:
+    """Return the numbers of sequences of draws on a device of this kind."""
+    counts = CUDA_PER_DRAW if kind == "cuda" else PER_DRAW
+    return [count for count in counts if count <= max(global_batch_size, PER_DRAW[-1])]
+
+
+def needed_draws(order: Sequence[int], flops: Sequence[float], kind: str) -> list[int]:
+    """Return the draws that are measured regardless of the budget: the smallest and a larger one.
+
+    On a GPU the largest too. It waits for its host at small sizes, so that a line through these
+    alone is too flat: of an LLM of 1.2 billion weights it promised a forward of 16 sequences in 94
+    ms, more than the peak allows (an H200, 2026-11-27).
+
+    Args:
+        order: as `spread` returns it.
+    """
+    larger = [draw for draw in order if flops[draw] >= LARGER * flops[order[0]]]
+    needed = [*order[: 2 if kind == "cuda" else 1], *sorted(larger, key=lambda one: flops[one])[:1]]
+    return list(dict.fromkeys(needed))
 
 
 def packed_sizes(packing: Packing) -> list[PackedSizes]:

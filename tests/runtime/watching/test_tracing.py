@@ -216,6 +216,8 @@ def test_memory_of_a_device_is_told_from_that_of_the_stage(
     found = ask([tmp_path], "SELECT step, held_gib, device_gib, allocator_gib FROM memory").rows
     assert sorted(found) == [(0, 6.0, 10.0, 8.0), (1, 6.0, None, None)]
     assert of_device(torch.device("cpu")) == {}
+
+
 def test_segments_of_ranks_that_are_gone_are_deleted_by_the_first(tmp_path: Path) -> None:
     """A start on four ranks goes on with two of them."""
 
