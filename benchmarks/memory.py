@@ -1,7 +1,7 @@
 """Resident memory of ranks over a long run: the tiny preset with its sample data, on the CPU.
 
 A rank's memory is what is resident and its own, in MiB, at the first line of progress after a step;
-without trims the largest rank grows by 1 to 5 MiB a step (docs/log.md).
+without trims the largest rank grows by 1 to 5 MiB a step (docs/decisions/18-host-memory.md).
 """
 
 from __future__ import annotations

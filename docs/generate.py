@@ -14,6 +14,7 @@ import io
 import json
 import os
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ PLAIN = {
     "NO_COLOR": "1",
     "_TYPER_FORCE_DISABLE_TERMINAL": "1",
 }
+WIDTH = 120  # characters of a line of prose
 FORCING = ("FORCE_COLOR", "PY_COLORS", "GITHUB_ACTIONS")
 
 
@@ -48,7 +50,7 @@ def cli() -> str:
     for name in names:
         words = [*name.split(), "--help"]
         parts += [f"## `{' '.join(['disttrain', *words[:-1]])}`", f"```text\n{_help(words)}\n```"]
-    return "\n\n".join(parts) + "\n"
+    return _page(parts)
 
 
 def _help(words: list[str]) -> str:
@@ -119,7 +121,7 @@ def api() -> str:
             fields = ", ".join(f"`{field.name}`" for field in dataclasses.fields(result))
             details.append(f"Fields of `{_returned(function)}`: {fields}.")
     read_by(before)
-    return "\n\n".join([*parts, "\n".join(rows), *details]) + "\n"
+    return _page([*parts, "\n".join(rows), *details])
 
 
 #: What makes the command of a function, where its name alone does not.
@@ -186,7 +188,7 @@ def runfile() -> str:
     ]
     for name, definition in schema["$defs"].items():
         parts += _section(name, definition, schema["$defs"])
-    return "\n\n".join(parts) + "\n"
+    return _page(parts)
 
 
 def traces() -> str:
@@ -248,7 +250,22 @@ def traces() -> str:
         "Of operation-level Parquet this:",
         *_views(documented_views("study"), "Operation-level: "),
     ]
-    return "\n\n".join(parts) + "\n"
+    return _page(parts)
+
+
+def _page(parts: list[str]) -> str:
+    """Join the parts of a page; long paragraphs are wrapped, tables, headings and code are not."""
+    blocks = [
+        [part] if part.startswith(("#", "<", "|", "```")) else map(_wrapped, part.split("\n\n"))
+        for part in parts
+    ]
+    return "\n\n".join(text for block in blocks for text in block) + "\n"
+
+
+def _wrapped(paragraph: str) -> str:
+    if max(map(len, paragraph.splitlines())) <= WIDTH:
+        return paragraph
+    return textwrap.fill(paragraph, WIDTH, break_long_words=False, break_on_hyphens=False)
 
 
 def _views(views: dict[str, View], of: str) -> list[str]:

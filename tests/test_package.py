@@ -109,7 +109,7 @@ def test_a_wheel_runs_and_holds_what_messages_name(tmp_path):
         names = set(wheel.namelist())
         wheel.extractall(tmp_path / "there")
     shared = f"disttrain-{__version__}.data/data/share/disttrain/docs"
-    for kind in ("*.md", "examples/*.py", "howto/*.md", "schema/*.json"):
+    for kind in ("*.md", "decisions/*.md", "examples/*.py", "howto/*.md", "schema/*.json"):
         for path in (ROOT / "docs").glob(kind):
             assert f"{shared}/{path.relative_to(ROOT / 'docs').as_posix()}" in names
     package = Path(files("disttrain_cli"))

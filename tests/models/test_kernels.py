@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers.models.llama import modeling_llama
 
 from disttrain_cli.models import kernels
+from disttrain_cli.models.cross_entropy import cross_entropy
 from disttrain_cli.models.fused import gated, rotated
 
 
@@ -83,3 +84,39 @@ def test_kernels_on_a_gpu(dtype: torch.dtype, heads: int, groups: int, width: in
         of_theirs = torch.autograd.grad(want, [exact[leaf] for leaf in leaves], seed.double())
         for one, other in zip(of_ours, of_theirs, strict=True):
             torch.testing.assert_close(one.double(), other, rtol=bound, atol=bound)
+
+
+def test_the_gradient_of_a_loss_is_written_over_its_logits() -> None:
+    logits, labels, scale = torch.randn(5, 7), torch.tensor([0, 6, -1, 3, 2]), torch.rand(5)
+    leaf = logits.clone().requires_grad_()
+    of_label = leaf.gather(1, labels.clamp(min=0)[:, None])[:, 0] * (labels >= 0)
+    (want,) = torch.autograd.grad((scale * (leaf.logsumexp(1) - of_label)).sum(), leaf)
+    made = kernels.loss_gradient_plainly(logits, logits.logsumexp(1), labels, scale)
+    assert made is logits
+    torch.testing.assert_close(made, want)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(
+    ("dtype", "rows", "width"),
+    [(torch.float32, 9, 11), (torch.bfloat16, 64, 4096), (torch.bfloat16, 33, 151_937)],
+)
+def test_the_loss_on_a_gpu(dtype: torch.dtype, rows: int, width: int) -> None:
+    """Loss and gradient as in fp64, rounded once; large logits and rows without labels too."""
+    torch.manual_seed(0)
+    logits = (10.0 * torch.randn(rows, width, device="cuda")).to(dtype).requires_grad_()
+    labels = torch.randint(width, (rows,), device="cuda")
+    labels[::4] = -100
+    exact = logits.detach().double().requires_grad_()
+    want = nn.functional.cross_entropy(exact, labels, ignore_index=-100, reduction="sum")
+    made = cross_entropy(logits, labels, 0, None)
+    torch.testing.assert_close(made.double(), want, rtol=1e-5, atol=1e-5)
+    (of_ours,), (of_theirs,) = (
+        torch.autograd.grad(0.5 * loss, leaf, retain_graph=True)
+        for loss, leaf in ((made, logits), (want, exact))
+    )
+    bound = 1e-6 if dtype == torch.float32 else 8e-3
+    torch.testing.assert_close(of_ours.double(), of_theirs, rtol=bound, atol=1e-6)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        made.backward()

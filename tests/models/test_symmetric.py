@@ -72,7 +72,7 @@ def test_a_group_of_one_on_a_gpu(how, monkeypatch):  # type: ignore[no-untyped-d
     """One device shares memory with itself: the operators, their memory and barriers are real."""
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
-    with joined(torch.device("cuda", 0), 60.0, store=dist.HashStore(), backend="nccl") as device:
+    with joined(torch.device("cuda", 0), 60.0, store=dist.HashStore()) as device:
         group = symmetric.agreed(Group(dist.group.WORLD, 1, 0, overlap=True), device)
         assert group is not None and group.symmetric
         for name, check in toy_checks(group, device).items():

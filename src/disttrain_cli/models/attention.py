@@ -3,7 +3,8 @@
 No mask is materialised, so memory grows with the rows, not with their square. `kernel_for` selects
 the kernel, both for training and for planning:
 
-- `varlen`: one flash-attention call for all segments (Dao 2023, arXiv 2307.08691).
+- `varlen`: one flash-attention call for all segments (Dao 2023, arXiv 2307.08691), by torch's
+  kernels or those of `flash4`.
 - `efficient`: on a GPU, where flash attention does not support the dtype or the head width:
   memory-efficient attention (Rabe and Staats 2021, arXiv 2112.05682) over all segments of a length
   at once.
@@ -27,6 +28,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from disttrain_cli.models import flash4
 from disttrain_cli.models.gathered import gathered, taken
 from disttrain_cli.models.group import Group, padded
 from disttrain_cli.models.host import to_device
@@ -276,6 +278,10 @@ def _varlen(
     window: int | None,
 ) -> Tensor:
     before = -1 if window is None else window - 1  # flash attention does not count the row itself
+    seen = (before, 0) if causal else (-1, -1)
+    if flash4.computes(rows.query):
+        starts, longest = (within.starts, to.starts), (within.longest, to.longest)
+        return flash4.attended(*rows, starts, longest, scale, seen)
     return varlen_attn(
         *rows,
         within.starts,
@@ -283,7 +289,7 @@ def _varlen(
         within.longest,
         to.longest,
         scale=scale,
-        window_size=(before, 0) if causal else (-1, -1),
+        window_size=seen,
         enable_gqa=rows.query.shape[1] != rows.key.shape[1],
     )
 

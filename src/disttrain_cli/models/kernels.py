@@ -1,9 +1,9 @@
-"""Rotary embeddings and SiLU gates of decoder layers, each a single operator with one GPU kernel.
+"""Rotary embeddings, SiLU gates and the cross-entropy, each of operators with one GPU kernel.
 
-As PyTorch's operators they need a dozen passes over memory: 18 % of a step of a model of a billion
-weights on an H100 (docs/log.md, 2026-11-26). On "meta" and fake devices the operators represent
-those that run; a CUDA build of torch without Triton computes the same in several kernels, more
-slowly.
+As PyTorch's operators, rotary embeddings and gates need a dozen passes over memory, 18 % of a step
+of a model of a billion weights on an H100, and the loss five times as long as as two kernels
+(docs/decisions/14-gpu-kernels.md). On "meta" and fake devices the operators represent those that
+run; a CUDA build of torch without Triton computes the same in several kernels, more slowly.
 """
 
 from __future__ import annotations
@@ -20,6 +20,10 @@ _LIBRARY = torch.library.Library("disttrain", "FRAGMENT")
 _LIBRARY.define("turn(Tensor x, Tensor cos, Tensor sin, bool back) -> Tensor")
 _LIBRARY.define("gate(Tensor gate, Tensor up) -> Tensor")
 _LIBRARY.define("gate_backward(Tensor gradient, Tensor gate, Tensor up) -> (Tensor, Tensor)")
+_LIBRARY.define("log_sum_exp(Tensor logits) -> Tensor")
+_LIBRARY.define(
+    "loss_gradient_(Tensor(a!) logits, Tensor log_sum, Tensor label, Tensor scale) -> Tensor(a!)"
+)
 
 
 def turned(x_RHD: Tensor, cos_RD: Tensor, sin_RD: Tensor) -> Tensor:
@@ -34,6 +38,26 @@ def turned(x_RHD: Tensor, cos_RD: Tensor, sin_RD: Tensor) -> Tensor:
 def gated_by_silu(gate: Tensor, up: Tensor) -> Tensor:
     """Return silu(gate) · up; only gate and up are saved."""
     made: Tensor = _GatedBySilu.apply(gate, up)
+    return made
+
+
+def log_sum_exp(logits_RV: Tensor) -> Tensor:
+    """Return log Σ exp of each row [R] in fp32; no gradient."""
+    made: Tensor = torch.ops.disttrain.log_sum_exp(logits_RV)
+    return made
+
+
+def into_loss_gradient(
+    logits_RV: Tensor, log_sum_R: Tensor, label_R: Tensor, scale_R: Tensor
+) -> Tensor:
+    """Overwrite logits by scale · (softmax − one-hot of the label), and return them.
+
+    Args:
+        label_R: columns; −1 = in none of these columns.
+    """
+    made: Tensor = torch.ops.disttrain.loss_gradient_(logits_RV, log_sum_R, label_R, scale_R)
+    if logits_RV.is_cuda:  # a second backward is refused; counting on "meta" takes two
+        torch.autograd.graph.increment_version(logits_RV)
     return made
 
 
@@ -114,6 +138,30 @@ def _gate_backward(gradient: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, 
     return of_gate, of_up
 
 
+def _log_sum_exp(logits: Tensor) -> Tensor:
+    if (kernels := _triton()) is None:
+        return torch.logsumexp(logits.float(), 1)
+    made = logits.new_empty(len(logits), dtype=torch.float32)
+    if len(logits):
+        kernels.log_sum_exp(logits.contiguous(), made)
+    return made
+
+
+def loss_gradient_plainly(logits: Tensor, log_sum: Tensor, label: Tensor, scale: Tensor) -> Tensor:
+    """Return `loss_gradient_`'s result, by PyTorch's operators."""
+    one_hot = torch.arange(logits.shape[1], device=logits.device) == label[:, None]
+    return logits.copy_(((logits - log_sum[:, None]).exp_() - one_hot.float()) * scale[:, None])
+
+
+def _loss_gradient(logits: Tensor, log_sum: Tensor, label: Tensor, scale: Tensor) -> Tensor:
+    if (kernels := _triton()) is None:
+        return loss_gradient_plainly(logits, log_sum, label, scale)
+    assert logits.is_contiguous()
+    if len(logits):
+        kernels.loss_gradient(logits, log_sum, label.contiguous(), scale.contiguous())
+    return logits
+
+
 for _name, _kernel, _shape in (
     ("turn", _turn, lambda x, cos, sin, back: x.new_empty(x.shape)),
     ("gate", _gate, lambda gate, up: torch.empty_like(gate)),
@@ -122,6 +170,12 @@ for _name, _kernel, _shape in (
         _gate_backward,
         lambda gradient, gate, up: (torch.empty_like(gate), torch.empty_like(up)),
     ),
+    (
+        "log_sum_exp",
+        _log_sum_exp,
+        lambda logits: logits.new_empty(len(logits), dtype=torch.float32),
+    ),
+    ("loss_gradient_", _loss_gradient, lambda logits, log_sum, label, scale: logits),
 ):
     _LIBRARY.impl(_name, _kernel, "CUDA")
     _LIBRARY.impl(_name, _shape, "Meta")

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
-"""Elementwise parts of decoder layers as single Triton kernels for GPUs.
+"""Elementwise parts of decoder layers, and the loss, as single Triton kernels for GPUs.
 
 torch's CUDA builds include Triton. Each kernel reads its inputs once and writes its results once,
 in fp32 inside. `kernels` wraps them as operators; nothing else imports this module, which needs
@@ -15,6 +15,8 @@ import triton.language as tl
 
 #: Elements per program.
 BLOCK = 1024
+#: Logits of a row that a program holds at a time.
+LOGITS = 4096
 
 
 @triton.jit
@@ -73,6 +75,46 @@ def gated_backward_kernel(gradient, gate, up, of_gate, of_up, count, BLOCK: tl.c
     open_ = tl.sigmoid(x)
     tl.store(of_up + place, g * x * open_, mask=mask)
     tl.store(of_gate + place, g * y * open_ * (1.0 + x * (1.0 - open_)), mask=mask)
+
+
+@triton.jit
+def log_sum_exp_kernel(logits, made, width, BLOCK: tl.constexpr):
+    """Compute log Σ exp of a row in one pass; sums so far are rescaled to the largest so far."""
+    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    largest, total = tl.full((), float("-inf"), tl.float32), tl.zeros((), tl.float32)
+    for start in range(0, width, BLOCK):
+        place = start + column
+        x = tl.load(logits + row * width + place, mask=place < width, other=float("-inf"))
+        x = x.to(tl.float32)
+        new = tl.maximum(largest, tl.max(x))
+        total = total * tl.exp(largest - new) + tl.sum(tl.exp(x - new))
+        largest = new
+    tl.store(made + row, largest + tl.log(total))
+
+
+@triton.jit
+def loss_gradient_kernel(logits, log_sum, label, scale, width, BLOCK: tl.constexpr):
+    """Write scale · (softmax − one-hot of the label) over a row of logits; label −1: no one-hot."""
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask, where = place < width, logits + row * width + place
+    x = tl.load(where, mask=mask).to(tl.float32)
+    share = tl.exp(x - tl.load(log_sum + row)) - (place == tl.load(label + row)).to(tl.float32)
+    tl.store(where, share * tl.load(scale + row), mask=mask)
+
+
+def log_sum_exp(logits_RV: Any, made_R: Any) -> None:
+    """Launch `log_sum_exp_kernel`; the logits must be contiguous."""
+    rows, width = logits_RV.shape
+    log_sum_exp_kernel[(rows,)](logits_RV, made_R, width, BLOCK=LOGITS, num_warps=8)
+
+
+def loss_gradient(logits_RV: Any, log_sum_R: Any, label_R: Any, scale_R: Any) -> None:
+    """Launch `loss_gradient_kernel`; all tensors must be contiguous."""
+    rows, width = logits_RV.shape
+    loss_gradient_kernel[(rows, triton.cdiv(width, LOGITS))](
+        logits_RV, log_sum_R, label_R, scale_R, width, BLOCK=LOGITS, num_warps=8
+    )
 
 
 def turn(x_RHD: Any, cos_RD: Any, sin_RD: Any, back: bool, made_RHD: Any) -> None:

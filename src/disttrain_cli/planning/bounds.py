@@ -19,7 +19,7 @@ some u. Hence
 
 **Effect**: a search takes 3 times as long at 1,296 GPUs, and 10 times at 16,384, if each unit is
 filtered on its own. Cutting τ into intervals, refining them, a floor of perfectly divisible units
-and memory's part in the fewest stages had no further effect (docs/log.md, 2026-11-23).
+and memory's part in the fewest stages had no further effect (docs/decisions/02-plan-search.md).
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ import torch
 from disttrain_cli.calls import call
 from disttrain_cli.costs.hardware import Precision, catalogue, lookup
 from disttrain_cli.errors import DisttrainError
+from disttrain_cli.models import flash4
 from disttrain_cli.runtime.watching.host_memory import container_limits, text_of
 from disttrain_cli.spec.profile import DeviceProfile
 from disttrain_cli.spec.runfile.cluster import ClusterSpec
@@ -49,11 +50,11 @@ def choose_kind(wanted: str) -> str:
 def local_processes(cluster: ClusterSpec, kind: str) -> int:
     """Return the number of processes that a run starts on this machine, one per device.
 
-    This is `cluster.gpus_per_node`; on CUDA at most the number of GPUs present.
+    This is `cluster.gpus_per_node`; on CUDA at most `cluster.ranks_per_gpu` for each GPU present.
     """
     if kind == "cpu":
         return cluster.gpus_per_node
-    return min(cluster.gpus_per_node, torch.cuda.device_count())
+    return min(cluster.gpus_per_node, torch.cuda.device_count() * cluster.ranks_per_gpu)
 
 
 def describe_device(cluster: ClusterSpec, kind: str, precision: Precision) -> DeviceProfile:
@@ -62,7 +63,8 @@ def describe_device(cluster: ClusterSpec, kind: str, precision: Precision) -> De
     The measurement takes a few seconds.
 
     Raises:
-        SpecError: the peak of this GPU is not known and the run file does not state it.
+        SpecError: the peak of this GPU is not known and the run file does not state it; or
+            FlashAttention 4 is asked for and not available.
     """
     processes = local_processes(cluster, kind)
     if kind == "cuda":
@@ -71,10 +73,11 @@ def describe_device(cluster: ClusterSpec, kind: str, precision: Precision) -> De
             name=properties.name,
             kind="cuda",
             count=cluster.nodes * processes,
-            memory_gib=cluster.memory_gib or properties.total_memory / GIB,
+            memory_gib=cluster.memory_gib or properties.total_memory / GIB / cluster.ranks_per_gpu,
             peak_tflops=cluster.peak_tflops or lookup(properties.name).peak_of(precision),
             shared_by=1,
             cores=machine_cores(),
+            flash_attention=flash4.version(cluster.flash_attention, torch.device("cuda", 0)),
             **catalogue().memory.reserves,
         )
     return DeviceProfile(
@@ -85,6 +88,7 @@ def describe_device(cluster: ClusterSpec, kind: str, precision: Precision) -> De
         peak_tflops=cluster.peak_tflops or gemm_peak_tflops(precision),
         shared_by=processes,
         cores=machine_cores(),
+        flash_attention=flash4.version(cluster.flash_attention, torch.device("cpu")),
     )
 
 

@@ -39,7 +39,8 @@ from disttrain_cli.spec.runfile import Run
 
 ANALYTIC = "analytic:"
 #: Draws at TP 1 with trained weights (MOST), and of all other variants (FEWER): from 18 to 110,
-#: errors on other sizes changed by less than 1 % of the time (tiny preset; docs/log.md).
+#: errors on other sizes changed by less than 1 % of the time (tiny preset;
+#: docs/decisions/10-profiling.md).
 MOST = 36
 FEWER = 18
 #: Draws whose saved activations are counted.
@@ -123,7 +124,7 @@ def measure(
         cluster=file.cluster,
         provenance=_provenance(measured, kind) | data.provenance,
         device=described.model_copy(
-            update={"optimizer_ns_per_parameter": measured.optimizer_ns * sharing}
+            update={"optimizer_ns_per_parameter": measured.optimizer_ns * sharing} | measured.load
         ),
         inputs=inputs,
         modules=modules,
@@ -210,6 +211,7 @@ def _request(
             "data": data.profile.fingerprint,
             "seed": file.train.seed,
             "device": device.name,
+            "flash_attention": device.flash_attention,
             "processes": processes if kind == "cpu" else None,  # they share its cores
             "versions": library_versions(),
             "draws": draws,

@@ -6,8 +6,8 @@ will. Modules are dealt to the processes in turn, so that different modules are 
 concurrently, again as in the run. A process has one module at one TP size in memory at a time.
 
 It measures in two rounds: first a few sizes that span the data's for each of its groups, then,
-while the budget lasts (`budget.py`), more sizes of everything, and at last repeats of measured
-sizes, those whose times differ most first.
+while the budget lasts (`budget.py`), more sizes of everything, and at last, on a CPU, repeats of
+measured sizes, those whose times differ most first.
 """
 
 from __future__ import annotations
@@ -28,23 +28,26 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from disttrain_cli.models import flash4
 from disttrain_cli.models.graph import layer_table
 from disttrain_cli.profiling.budget import Budget, Rate, cpu_budget_s
-from disttrain_cli.profiling.compute import Slowdown
+from disttrain_cli.profiling.compute import Slowdown, Stopwatch
 from disttrain_cli.profiling.kept import Record, Records, record_name
 from disttrain_cli.profiling.links import measure_links
-from disttrain_cli.profiling.optimizer import adamw_ns_per_parameter
+from disttrain_cli.profiling.optimizer import step_ns_per_parameter
+from disttrain_cli.profiling.sustained import load_of
 from disttrain_cli.profiling.trial import Bench
 from disttrain_cli.runtime.launching.devices import rank_device
 from disttrain_cli.runtime.launching.process import rendezvous, set_cuda_environment, set_timeout
+from disttrain_cli.runtime.watching.sensors import sensor_of
 from disttrain_cli.spec.runfile import read_run
 from disttrain_cli.spec.whole import write_whole
 
 RENDEZVOUS_TIMEOUT = timedelta(minutes=5)
 #: Draws of a variant in the first round: fits of 8 that span the sizes were as good on the other
-#: draws as fits of 18 at random (tiny preset; docs/log.md).
+#: draws as fits of 18 at random (tiny preset; docs/decisions/10-profiling.md).
 FIRST = 8
-#: Most measurements of one draw.
+#: Most measurements of one draw on a CPU; on a GPU each is a median of many passes.
 TIMES = 3
 #: A draw of more than this many times the FLOPs of the largest before it is run once untimed, so
 #: that memory is allocated and kernels are chosen.
@@ -187,9 +190,12 @@ def main(payload: dict[str, Any]) -> None:
     groups), folder.
     """
     rank, processes = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    run = read_run(*payload["run"])
     if payload["device"] == "cuda":
-        print(set_cuda_environment(), flush=True)
+        print(set_cuda_environment(run.file.cluster.ranks_per_gpu), flush=True)
     device = rank_device(payload["device"])
+    if device.type == "cuda":
+        flash4.use(flash4.version(run.file.cluster.flash_attention, device))
     if device.type == "cpu":
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     store = rendezvous(RENDEZVOUS_TIMEOUT)
@@ -198,21 +204,25 @@ def main(payload: dict[str, Any]) -> None:
         "nccl" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=processes
     )
     result: dict[str, Any] = {"links": measure_links(device).model_dump()}
-    result["optimizer_ns"] = adamw_ns_per_parameter(int(payload["parameters"]) // processes, device)
-    run = read_run(*payload["run"])
+    result["optimizer_ns"] = step_ns_per_parameter(
+        int(payload["parameters"]) // processes, run.file.train.precision, device
+    )
+    stopwatch = Stopwatch(device, sensor_of(device))
     session = Session(
         payload,
         Path(payload["folder"]) / f"{rank}.json",
         result,
         Budget.of(payload, processes),
-        lambda module, tp: Bench(run, module, device, tp=tp),
+        lambda module, tp: Bench(run, module, device, stopwatch, tp=tp),
         Rates(store, rank, processes) if device.type == "cpu" else None,
+        TIMES if device.type == "cpu" else 1,
     )
     variants = [Variant(**fields) for fields in payload["variants"]]
     mine = list(groups(variants, shares(list(payload["draws"]), rank, processes)))
     clock = Slowdown()
     session.measure(mine)
     result["slowdown"] = clock.read()
+    result["load"] = load_of(stopwatch.readings)
     session.report(now=True)
     done = store.add("measured", 1)
     while done < processes:
@@ -233,13 +243,14 @@ class Session:
         budget: Budget,
         bench: Callable[[str, int], Bench],
         rates: Rates | None = None,
+        times: int = TIMES,
     ) -> None:
         self._payload, self._file, self._result = payload, file, result
-        self._budget, self._make, self._rates = budget, bench, rates
+        self._budget, self._make, self._rates, self._most = budget, bench, rates, times
         self.records: Records = {}
         self._reported_s = 0.0
         # records of an interrupted profile are not measured again
-        self._times = Counter(dict.fromkeys(payload["kept"], TIMES))
+        self._times = Counter(dict.fromkeys(payload["kept"], times))
         self._trained: dict[str, tuple[float, float]] = {}
         self._bench: Bench | None = None
         self._bench_of: tuple[str, int] | None = None
@@ -307,7 +318,7 @@ class Session:
         again = [
             one
             for one in [*group.first, *group.rest]
-            if not first and 0 < self._times[one.name] < TIMES and fits(one)
+            if not first and 0 < self._times[one.name] < self._most and fits(one)
         ]
         return max(again, key=lambda one: _doubt(self.records[one.name]), default=None)
 
@@ -324,7 +335,7 @@ class Session:
         begin_s = self._budget.clock()
         times = bench.times(sizes, frozen)
         if times is None:  # it does not fit into the device's memory
-            self._times[one.name] = TIMES
+            self._times[one.name] = self._most
             return
         group.rate.see(flops, self._budget.clock() - begin_s)
         if one.name not in self.records:

@@ -33,6 +33,7 @@ from disttrain_cli.runtime.checkpoints import checkpoint, origin
 from disttrain_cli.runtime.checkpoints.averaging import Average
 from disttrain_cli.runtime.checkpoints.folder import begun, describe, latest, made_from
 from disttrain_cli.runtime.engine.assemble import build_engine
+from disttrain_cli.runtime.engine.faults import out_of_memory
 from disttrain_cli.runtime.evaluation import Evaluation, Standing
 from disttrain_cli.runtime.feeding import fetcher, fields_of, message_dtype
 from disttrain_cli.runtime.launching.ending import told_at_once
@@ -136,7 +137,8 @@ def main(payload: dict[str, Any]) -> None:
         idle_gib = peak_gib(job.device)
         tracer.begin("preflight")
         grid = UnitGrid(job.graph, coords)
-        check_groups(grid, coords, job.device, run.file.train.timeout_s)
+        with out_of_memory(coords, job.plan.plan, "preflight", -1):
+            check_groups(grid, coords, job.device, run.file.train.timeout_s)
         tracer.begin("building")
         engine = build_engine(
             run,
@@ -215,6 +217,14 @@ def main(payload: dict[str, Any]) -> None:
                 profiler,
                 say,
                 idle_gib,
+                next(
+                    (
+                        stage.reserve_gib
+                        for stage in job.plan.predicted.memory
+                        if (stage.unit, stage.stage) == (coords.unit.name, coords.stage.index)
+                    ),
+                    0.0,
+                ),
             ),
             engine,
             loader,
@@ -246,9 +256,13 @@ def preflight(payload: dict[str, Any]) -> None:
     with ExitStack() as stack, told_at_once():
         job = join(payload, stack)
         job.pulse.begin("preflight")
-        took_s = check_groups(
-            UnitGrid(job.graph, job.coords), job.coords, job.device, job.run.file.train.timeout_s
-        )
+        with out_of_memory(job.coords, job.plan.plan, "preflight", -1):
+            took_s = check_groups(
+                UnitGrid(job.graph, job.coords),
+                job.coords,
+                job.device,
+                job.run.file.train.timeout_s,
+            )
         if job.coords.rank == 0:
             took = ", ".join(f"{name} {1e3 * seconds:.0f} ms" for name, seconds in took_s.items())
             publish(

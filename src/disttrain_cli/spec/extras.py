@@ -28,6 +28,9 @@ EXTRAS = {
     "tensorboard": Extra("tensorboard>=2.18", "tensorboard", "train.track: [tensorboard]"),
     "wandb": Extra("wandb>=0.20", "wandb", "train.track: [wandb]"),
     "adapters": Extra("peft>=0.17", "peft", "exported adapters loaded and merged by peft"),
+    "flash": Extra(
+        "flash-attn-4>=4.0.0b36,<4.1", "flash_attn", "FlashAttention 4 on Hopper and Blackwell GPUs"
+    ),
     "generate": Extra(
         "torchvision>=0.26,<0.29",
         "torchvision",

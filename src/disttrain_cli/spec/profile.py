@@ -305,7 +305,15 @@ class DeviceProfile(Strict):
         0.0, ge=0, description="Of that, cuBLAS's workspaces; stated, not measured."
     )
     communicator_mib: float = Field(
-        0.0, ge=0, description="Of that, each NCCL communicator; stated, not measured."
+        0.0,
+        ge=0,
+        description="Of that, each NCCL communicator without connections; stated, not measured.",
+    )
+    channel_sent_mib: float = Field(
+        0.0, ge=0, description="Of that, each NCCL channel to a rank of the same node."
+    )
+    channel_received_mib: float = Field(
+        0.0, ge=0, description="Of that, each NCCL channel from a rank of the same node."
     )
     fragmentation: float = Field(
         0.0,
@@ -321,8 +329,18 @@ class DeviceProfile(Strict):
         1, ge=1, description="Processes that shared the device while it was measured."
     )
     cores: int = Field(1, ge=1, description="CPU: cores of the machine, shared by all processes.")
+    flash_attention: Literal[2, 4] = Field(
+        2, description="Version of flash attention that times are of, and that ranks use."
+    )
     optimizer_ns_per_parameter: float = Field(
-        0.0, ge=0, description="Time of an AdamW step per parameter whose states a rank holds."
+        0.0, ge=0, description="Time of an optimizer step per parameter whose states a rank holds."
+    )
+    sm_mhz: float | None = Field(
+        None, gt=0, description="GPU: SM clock while layers were measured, median."
+    )
+    power_w: float | None = Field(None, ge=0, description="GPU: power at that time, median.")
+    throttle: list[str] = Field(
+        default_factory=list, description="GPU: what held the clock down at that time."
     )
 
 

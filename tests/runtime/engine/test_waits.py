@@ -32,9 +32,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, torc
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
             patch.setenv(name, value)
-        with joined(
-            torch.device("cuda", 0), 60.0, store=dist.HashStore(), backend="nccl"
-        ) as device:
+        with joined(torch.device("cuda", 0), 60.0, store=dist.HashStore()) as device:
             yield folder, device
 
 

@@ -1,4 +1,4 @@
-"""Which device a rank takes, and when NCCL can be used, over the ways in which ranks are given
+"""Which device a rank takes, and that ranks share none, over the ways in which ranks are given
 devices."""
 
 from __future__ import annotations
@@ -12,13 +12,17 @@ import torch
 
 from disttrain_cli.errors import DisttrainError, SpecError
 from disttrain_cli.runtime.launching.devices import (
-    choose_backend,
+    check_devices,
     device_index,
     identity,
     rank_device,
     visible_devices,
 )
-from disttrain_cli.runtime.launching.process import set_cuda_environment
+from disttrain_cli.runtime.launching.process import (
+    CUDA_ENVIRONMENT,
+    SHARED_DEVICE,
+    set_cuda_environment,
+)
 
 
 @pytest.mark.parametrize(
@@ -70,37 +74,26 @@ def test_no_visible_device_is_told(environment: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("found", "share", "backend"),
+    "found",
     [
-        (
-            [("a", "01:00"), ("a", "02:00"), ("b", "01:00"), ("b", "02:00")],
-            False,
-            "nccl",
-        ),  # equal places on two hosts
-        ([("a", "01:00"), ("a", "02:00")], True, "nccl"),  # nobody has to share
-        (
-            [("a", "01:00"), ("a", "01:00"), ("b", "01:00")],
-            True,
-            "gloo",
-        ),  # one host shares, so all talk over gloo
-        ([("a", ""), ("a", "")], False, "gloo"),
-        ([("a", "01:00")], False, "nccl"),
+        [("a", "01:00"), ("a", "02:00"), ("b", "01:00"), ("b", "02:00")],  # equal on two hosts
+        [("a", "01:00 a-rank-0"), ("a", "01:00 a-rank-1")],  # shared, as hosts of their own
+        [("a", ""), ("a", "")],
+        [("a", "01:00")],
     ],
 )
-def test_the_backend_follows_from_who_has_which_device(
-    found: list[tuple[str, str]], share: bool, backend: str
-) -> None:
-    assert choose_backend(found, share) == backend
+def test_ranks_have_a_device_each_or_compute_on_cpus(found: list[tuple[str, str]]) -> None:
+    check_devices(found)
 
 
 def test_a_device_that_two_ranks_were_given_is_named_before_nccl_sees_it() -> None:
     found = [("a", f"0000:{rank % 2:02x}:00") for rank in range(12)] + [("b", "0000:01:00")]
     with pytest.raises(DisttrainError, match="Several ranks have the same CUDA device") as caught:
-        choose_backend(found, False)
+        check_devices(found)
     assert caught.value.why == (
         "ranks 0, 2, 4, 6, … on a: 0000:00:00\nranks 1, 3, 5, 7, … on a: 0000:01:00"
     )
-    assert "cluster.device: cuda" in caught.value.next_step
+    assert "cluster.ranks_per_gpu" in caught.value.next_step
 
 
 def test_a_device_is_known_by_its_place_and_where_torch_does_not_tell_it_by_its_name(
@@ -112,7 +105,11 @@ def test_a_device_is_known_by_its_place_and_where_torch_does_not_tell_it_by_its_
         )
 
     known(pci_domain_id=1, pci_bus_id=0xC7, pci_device_id=0)
+    monkeypatch.delenv("NCCL_HOSTID", raising=False)
     assert identity(torch.device("cuda", 0)) == "0001:c7:00"
+    monkeypatch.setenv("NCCL_HOSTID", "a-rank-1")
+    assert identity(torch.device("cuda", 0)) == "0001:c7:00 a-rank-1"
+    monkeypatch.delenv("NCCL_HOSTID")
     known()
     assert identity(torch.device("cuda", 0)) == "GPU-a-b"
     assert identity(torch.device("cpu")) == ""
@@ -152,3 +149,20 @@ def test_cuda_ranks_start_kernels_in_order_on_queues_of_their_own(
     assert said == "NCCL_LAUNCH_ORDER_IMPLICIT=1 CUDA_DEVICE_MAX_CONNECTIONS=1"
     assert os.environ["NCCL_LAUNCH_ORDER_IMPLICIT"] == "1"
     monkeypatch.delenv("NCCL_LAUNCH_ORDER_IMPLICIT")
+
+
+def test_ranks_that_share_a_gpu_are_hosts_of_their_own_for_nccl(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in (*CUDA_ENVIRONMENT, *SHARED_DEVICE, "NCCL_HOSTID"):
+        monkeypatch.setenv(name, "")  # so that what is set is taken back
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("NCCL_MAX_CTAS", "4")  # the user's own stays
+    hosts = set()
+    for rank in range(3):
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.delenv("NCCL_HOSTID", raising=False)
+        said = set_cuda_environment(3)
+        assert "NCCL_MAX_CTAS=4" in said and "NCCL_P2P_DISABLE=1" in said
+        hosts.add(os.environ["NCCL_HOSTID"])
+    assert len(hosts) == 3

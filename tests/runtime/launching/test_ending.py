@@ -18,7 +18,6 @@ from typing import Any
 import deepspeed
 import psutil
 import pytest
-import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -191,9 +190,9 @@ def test_a_wait_that_knows_no_limit_gets_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+@pytest.mark.parametrize(("device", "backend"), [("cuda:3", "nccl"), ("cpu", "gloo")])
 def test_the_worlds_communicator_is_made_at_once_within_a_limit_and_never_split(
-    monkeypatch: pytest.MonkeyPatch, backend: str
+    monkeypatch: pytest.MonkeyPatch, device: str, backend: str
 ) -> None:
     """A device bound to the world makes torch split every later group from it, by all ranks and
     without a limit."""
@@ -224,11 +223,7 @@ def test_the_worlds_communicator_is_made_at_once_within_a_limit_and_never_split(
     monkeypatch.setattr(dist, "barrier", note("barrier"))
     monkeypatch.setattr(deepspeed, "init_distributed", meet_again)
     monkeypatch.setattr(process, "abort_groups", lambda: None)
-    device = torch.device("cuda", 3)
-    with (
-        pytest.raises(InterruptedError),
-        joined(device, 60.0, store=dist.HashStore(), backend=backend),
-    ):
+    with pytest.raises(InterruptedError), joined(device, 60.0, store=dist.HashStore()):
         pass
     assert [name for name, _ in asked] == ["init", "barrier"][: 1 + (backend == "nccl")]
     assert asked[0][1].get("device_id") is None and asked[-1][1].get("device_ids", [3]) == [3]

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from disttrain_cli.errors import DisttrainError, SpecError
+from disttrain_cli.models import flash4
 from disttrain_cli.runtime.launching import fitness
 from disttrain_cli.runtime.launching.fitness import check_fit, check_memory
 from disttrain_cli.spec.plan import StageMemory
@@ -44,6 +45,21 @@ def test_a_device_that_is_too_old_is_refused_unless_it_was_profiled_itself(tmp_p
     check_fit(run, profiled("cpu", "a CPU"), torch.device("cpu"))
     # fp32 attends elsewise everywhere
     check_fit(write_run(tmp_path, tmp_path), profiled("analytic", "H200"), CUDA)
+
+
+def test_a_plan_for_flash_attention_4_needs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    run = write_run(tmp_path, tmp_path, precision="bf16", zero_stage=1)
+    known = profiled("cuda", "NVIDIA H200").model_copy(update={"flash_attention": 4})
+    monkeypatch.setattr(flash4, "available", lambda device: False)
+    with pytest.raises(DisttrainError, match="has no FlashAttention 4") as caught:
+        check_fit(run, known, CUDA)
+    assert "flash-attn-4" in caught.value.next_step
+    monkeypatch.setattr(flash4, "available", lambda device: True)
+    check_fit(run, known, CUDA)
 
 
 @pytest.mark.usefixtures("turing")

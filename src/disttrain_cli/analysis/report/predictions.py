@@ -199,7 +199,7 @@ def memory(analysis: Analysis) -> str:
             f"<b>{figure(row.measured_gib)} GiB</b>",
             *(
                 "–" if value is None else f"{figure(value)} GiB"
-                for value in (row.predicted_gib, row.limit_gib)
+                for value in (row.predicted_gib, row.limit_gib, row.outside_gib, row.reserve_gib)
             ),
             "–" if not row.limit_gib else percent(row.measured_gib / row.limit_gib),
         ]
@@ -215,7 +215,15 @@ def memory(analysis: Analysis) -> str:
                 else "The plan counts the worst sequence."
             ),
             table(
-                ["Stage", "Most held", "Plan expects up to", "Limit", "Of the limit"],
+                [
+                    "Stage",
+                    "Most held",
+                    "Plan expects up to",
+                    "Limit",
+                    "Outside PyTorch's allocator",
+                    "Plan's reserve for it",
+                    "Held, of the limit",
+                ],
                 rows,
                 label="Memory",
             ),

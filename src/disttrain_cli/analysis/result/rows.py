@@ -194,6 +194,18 @@ class MemoryRow(Struct, frozen=True, kw_only=True):
         Meta(description="Peak that the plan expects at the worst sequence; null where unknown."),
     ]
     limit_gib: float | None
+    outside_gib: Annotated[
+        float | None,
+        Meta(
+            description=(
+                "Most that was in use on a device after the first step beyond torch's allocator;"
+                " other ranks' too where they share it, null on a CPU."
+            )
+        ),
+    ] = None
+    reserve_gib: Annotated[
+        float | None, Meta(description="What the plan reserves for that; null where unknown.")
+    ] = None
     of_process: Annotated[
         bool, Meta(description="True on a CPU, where the whole process is measured.")
     ] = False

@@ -1,4 +1,4 @@
-"""CUDA device of a rank, and choice of NCCL, which requires one device per rank, or gloo."""
+"""CUDA device of a rank, and the check that no two ranks have the same one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import socket
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from disttrain_cli.calls import argument, call
 from disttrain_cli.errors import DisttrainError, SpecError
@@ -14,7 +14,6 @@ from disttrain_cli.errors import DisttrainError, SpecError
 if TYPE_CHECKING:
     import torch
 
-Backend = Literal["nccl", "gloo"]
 MOST_NAMED = 4
 
 
@@ -41,7 +40,7 @@ def device_index(environment: Mapping[str, str], visible: int) -> int:
 
     Where every rank sees all devices of the host, it is the local rank. Where a rank sees fewer
     devices than there are ranks, either they are its own (Slurm's --gpus-per-task) or ranks share
-    them: `choose_backend` distinguishes these two cases.
+    them: `check_devices` distinguishes these two cases.
 
     Raises:
         DisttrainError: no device is visible.
@@ -96,36 +95,37 @@ def rank_device(kind: str) -> torch.device:
 
 
 def identity(device: torch.device) -> str:
-    """Return an identifier of a CUDA device, unique on its host; "" for a CPU.
+    """Return what NCCL knows a CUDA device by on its host; "" for a CPU.
 
     It does not depend on which devices a process sees. A part of a device (MIG) counts as the
-    device: NCCL does not distinguish them either.
+    device: NCCL does not distinguish them either. NCCL takes ranks with different NCCL_HOSTID for
+    ranks of different hosts.
     """
     if device.type != "cuda":
         return ""
     import torch
 
-    known = torch.cuda.get_device_properties(device)
+    known, host = torch.cuda.get_device_properties(device), os.environ.get("NCCL_HOSTID", "")
     if not hasattr(known, "pci_domain_id"):
-        return f"GPU-{known.uuid}"
-    return f"{known.pci_domain_id:04x}:{known.pci_bus_id:02x}:{known.pci_device_id:02x}"
+        return f"GPU-{known.uuid} {host}".rstrip()
+    place = f"{known.pci_domain_id:04x}:{known.pci_bus_id:02x}:{known.pci_device_id:02x}"
+    return f"{place} {host}".rstrip()
 
 
-def choose_backend(devices: Sequence[tuple[str, str]], share: bool) -> Backend:
-    """Return the backend of all ranks: gloo if any device is shared or a CPU, else NCCL.
+def check_devices(devices: Sequence[tuple[str, str]]) -> None:
+    """Check that every rank has a CUDA device of its own, or computes on a CPU.
 
     Args:
-        devices: (host, device) of every rank, in order of ranks.
-        share: True to allow shared devices.
+        devices: (host, identity of the device) of every rank, in order of ranks.
 
     Raises:
-        DisttrainError: ranks share a device and `share` does not allow it.
+        DisttrainError: ranks share a device, which NCCL refuses.
     """
     takers = defaultdict(list)
     for rank, device in enumerate(devices):
         takers[device].append(rank)
     shared = {device: ranks for device, ranks in takers.items() if len(ranks) > 1 and device[1]}
-    if shared and not share:
+    if shared:
         lines = [
             f"ranks {', '.join(map(str, ranks[:MOST_NAMED]))}{', …' * (len(ranks) > MOST_NAMED)} on"
             f" {host}: {name}"
@@ -135,7 +135,6 @@ def choose_backend(devices: Sequence[tuple[str, str]], share: bool) -> Backend:
             "Several ranks have the same CUDA device",
             "\n".join(lines),
             "Start as many ranks on a host as it has devices (cluster.gpus_per_node, the hostfile's"
-            " slots), and let each see all of them or one of its own (CUDA_VISIBLE_DEVICES). Or set"
-            " cluster.device: cuda, so that ranks share devices (over gloo, slowly).",
+            " slots), and let each see all of them or one of its own (CUDA_VISIBLE_DEVICES). To"
+            " test several ranks on one device, slowly: set cluster.ranks_per_gpu.",
         )
-    return "nccl" if not shared and all(name for _, name in devices) else "gloo"

@@ -12,9 +12,11 @@ import torch
 
 from disttrain_cli.calls import call
 from disttrain_cli.errors import DisttrainError, SpecError
+from disttrain_cli.models import flash4
 from disttrain_cli.models.architectures import read_configs
 from disttrain_cli.models.attention import CAPABILITY, HEAD_STEP, WIDEST_HEAD
 from disttrain_cli.models.configs.decoders import head_width
+from disttrain_cli.spec.extras import EXTRAS, install_command
 from disttrain_cli.spec.plan import Plan
 from disttrain_cli.spec.profile import DeviceProfile
 from disttrain_cli.spec.runfile import Run
@@ -28,7 +30,7 @@ def check_fit(run: Run, profiled: DeviceProfile, device: torch.device) -> None:
 
     Raises:
         DisttrainError: the device is too old for flash attention, and the profile is not one of
-            such a device.
+            such a device; or it has no FlashAttention 4, and the profile is of one that has.
         SpecError: a module has a head size for which every kernel needs memory that grows with the
             square of the length.
     """
@@ -43,6 +45,14 @@ def check_fit(run: Run, profiled: DeviceProfile, device: torch.device) -> None:
             f" {_dotted(CAPABILITY)}. The plan was made for: {profiled.name}",
             "Use such devices, or profile this one and plan again:"
             f" {call('profile', device='cuda')} && {call('plan')}",
+        )
+    if profiled.flash_attention == 4 and not flash4.available(device):
+        raise DisttrainError(
+            f"The {name} on {socket.gethostname()} has no FlashAttention 4, which the plan prices",
+            f"compute capability {_dotted(capability)}; the package flash-attn-4 is"
+            f" {'' if EXTRAS['flash'].installed else 'not '}installed",
+            f"Install it on every host: {install_command('flash')}; or profile and plan with"
+            f" cluster.flash_attention: 2: {call('profile')} && {call('plan')}",
         )
     for module, config in read_configs(run).items():
         width = head_width(config.config) if hasattr(config.config, "num_attention_heads") else 0

@@ -21,10 +21,12 @@ from disttrain_cli.data.index.index_checks import check_profiled_data
 from disttrain_cli.data.index.sample_index import Index, read_index
 from disttrain_cli.data.serving.identity import identity_of
 from disttrain_cli.errors import RankLostError
+from disttrain_cli.models import flash4
 from disttrain_cli.models.graph import layer_table
 from disttrain_cli.models.tying import tied_layers
+from disttrain_cli.runtime.launching.cores import bind_cores
 from disttrain_cli.runtime.launching.descriptors import needed, raise_limit
-from disttrain_cli.runtime.launching.devices import choose_backend, identity, rank_device
+from disttrain_cli.runtime.launching.devices import check_devices, identity, rank_device
 from disttrain_cli.runtime.launching.ending import follow
 from disttrain_cli.runtime.launching.fitness import check_fit, check_memory
 from disttrain_cli.runtime.launching.launch import LISTENER
@@ -61,7 +63,7 @@ class Joined:
     coords: RankCoords
     device: torch.device
     pulse: Pulse
-    told: dict[str, Any]  # decided by rank 0: name, resume and steps_file of this start; backend
+    told: dict[str, Any]  # decided by rank 0: name, resume and steps_file of this start
     store: dist.Store  # of the rendezvous
 
 
@@ -95,9 +97,12 @@ def join(payload: dict[str, Any], stack: ExitStack) -> Joined:
     pulse.begin("joining")
     limit_s = min(MEETING_S, train.timeout_s)
     if profile.device.kind == "cuda":
-        print(set_cuda_environment(), flush=True)
+        print(set_cuda_environment(run.file.cluster.ranks_per_gpu), flush=True)
     device = rank_device(profile.device.kind)
+    if device.type == "cuda":
+        print(bind_cores(device), flush=True)
     check_fit(run, profile.device, device)
+    flash4.use(profile.device.flash_attention)
     check_memory(plan, profile.device, coords, device)
     raise_limit(
         needed(
@@ -112,10 +117,8 @@ def join(payload: dict[str, Any], stack: ExitStack) -> Joined:
     store = rendezvous(timedelta(seconds=limit_s))
 
     def decide(guests: list[Guest]) -> dict[str, Any]:
-        backend = choose_backend(
-            [(guest.host, guest.device) for guest in guests], run.file.cluster.device == "cuda"
-        )
-        return _start_of(payload) | {"backend": backend}
+        check_devices([(guest.host, guest.device) for guest in guests])
+        return _start_of(payload)
 
     told = meet(
         store,
@@ -129,7 +132,7 @@ def join(payload: dict[str, Any], stack: ExitStack) -> Joined:
     )
     if LISTENER not in os.environ and coords.rank in (0, graph.world_size - 1):
         _watch_for_hangs(run, Path(payload["logs"]), graph)
-    stack.enter_context(joined(device, train.timeout_s, store=store, backend=told["backend"]))
+    stack.enter_context(joined(device, train.timeout_s, store=store))
     return Joined(
         with_workers(run), plan, profile, index, graph, coords, device, pulse, told, store
     )

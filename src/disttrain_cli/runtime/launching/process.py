@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from disttrain_cli.errors import DisttrainError
-from disttrain_cli.runtime.launching.devices import Backend
 from disttrain_cli.runtime.launching.ending import within
 from disttrain_cli.runtime.launching.launch import LISTENER
+from disttrain_cli.runtime.units.communicators import nccl_options
 
 ABORT_S = 5.0
 LATE_S = 5.0  # extra time for calls with the same limit, which fail with a better reason
@@ -51,14 +51,43 @@ def set_timeout(timeout: timedelta) -> None:
 CUDA_ENVIRONMENT = {"NCCL_LAUNCH_ORDER_IMPLICIT": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 
 
-def set_cuda_environment() -> str:
+#: For ranks that share a device. NCCL refuses two ranks with equal host and bus id (NCCL 2.28,
+#: src/init.cc, "Duplicate GPU detected"); NCCL_HOSTID replaces the host (src/misc/utils.cc). As if
+#: of different hosts, they communicate through sockets on loopback: communicators, streams, order,
+#: watchdog and abort are those of any NCCL job; NVLink and InfiniBand have no part in it. Few
+#: blocks per kernel, as the kernels of all ranks wait for each other on one device.
+SHARED_DEVICE = {
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_NET": "Socket",
+    "NCCL_NET_PLUGIN": "none",
+    "NCCL_P2P_DISABLE": "1",
+    "NCCL_SHM_DISABLE": "1",
+    "NCCL_NVLS_ENABLE": "0",
+    "NCCL_MNNVL_ENABLE": "0",
+    "NCCL_CUMEM_ENABLE": "0",
+    "NCCL_CUMEM_HOST_ENABLE": "0",
+    "NCCL_RAS_ENABLE": "0",
+    "NCCL_MAX_CTAS": "2",
+    "NCCL_ALGO": "Ring",
+    "NCCL_PROTO": "Simple",
+    "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+}
+
+
+def set_cuda_environment(ranks_per_gpu: int = 1) -> str:
     """Set the unset variables of `CUDA_ENVIRONMENT`; return all of them as one line.
 
+    With several ranks per GPU those of `SHARED_DEVICE` too, and a host of this rank's own for NCCL.
     Must be called before this process uses CUDA.
     """
-    for name, value in CUDA_ENVIRONMENT.items():
+    variables = dict(CUDA_ENVIRONMENT)
+    if ranks_per_gpu > 1:
+        host = f"{socket.gethostname()}-rank-{os.environ['RANK']}"
+        variables |= SHARED_DEVICE | {"NCCL_HOSTID": host}
+    for name, value in variables.items():
         os.environ.setdefault(name, value)
-    return " ".join(f"{name}={os.environ[name]}" for name in CUDA_ENVIRONMENT)
+    return " ".join(f"{name}={os.environ[name]}" for name in variables)
 
 
 @contextmanager
@@ -67,9 +96,10 @@ def joined(
     timeout_s: float,
     *,
     store: dist.Store | None = None,
-    backend: Backend = "gloo",
 ) -> Iterator[torch.device]:
     """Join the process group that the environment describes; leave it at the end.
+
+    It uses NCCL for CUDA devices, gloo for CPUs.
 
     After a failure it is left by `abort_groups`. No device is bound to the group, or torch would
     split every later one from the world's communicator: one after the other, and each by all ranks
@@ -88,6 +118,7 @@ def joined(
 
     import_muon()
     device = torch.device(device)
+    backend = "nccl" if device.type == "cuda" else "gloo"
     if device.type == "cpu":
         deepspeed.ops.__dict__["__compatible_ops__"] = {}
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
@@ -106,6 +137,7 @@ def joined(
             rank=int(os.environ["RANK"]),
             world_size=int(os.environ["WORLD_SIZE"]),
             timeout=timeout,
+            pg_options=nccl_options("world", backend),
         )
         if backend == "nccl":
             # intended

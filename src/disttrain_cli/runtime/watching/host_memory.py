@@ -27,7 +27,8 @@ class HostMemory:
 
     PyTorch's CPU tensors are aligned allocations. glibc seldom reuses a freed one for the next: a
     small allocation has taken what alignment left over (glibc bug 14581). With constant use the
-    heap grows by 1 to 5 MiB a step; `malloc_trim` returns its free pages (docs/log.md).
+    heap grows by 1 to 5 MiB a step; `malloc_trim` returns its free pages
+    (docs/decisions/18-host-memory.md).
     """
 
     def __init__(

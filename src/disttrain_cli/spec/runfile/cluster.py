@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -169,11 +169,27 @@ class ClusterSpec(Strict):
     gpus_per_node: int = Field(
         8, ge=1, le=1024, description="Devices of one node; on a CPU, processes."
     )
+    ranks_per_gpu: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description=(
+            "Ranks that share each GPU of one machine over NCCL, to test layouts of several ranks "
+            "on few GPUs: slow, and no measure of speed. They count as `gpus_per_node`."
+        ),
+    )
     device: Annotated[str, DEVICE] = Field(
         "auto",
         description=(
             "auto, cpu, cuda, or analytic:NAME for a device of the hardware catalogue that is not"
             " here."
+        ),
+    )
+    flash_attention: Literal["auto", 2, 4] = Field(
+        "auto",
+        description=(
+            "Version of flash attention in bf16: 4 needs the extra flash and a Hopper or Blackwell"
+            " GPU; auto: 4 on a measured device that has it, else 2."
         ),
     )
     memory_gib: float | None = Field(
@@ -257,6 +273,18 @@ class ClusterSpec(Strict):
     skypilot: SkypilotSpec = Field(
         default_factory=SkypilotSpec, description="For `disttrain train --emit skypilot`."
     )
+
+    @model_validator(mode="after")
+    def _share_gpus(self) -> ClusterSpec:
+        if self.ranks_per_gpu > 1 and self.nodes > 1:
+            raise ValueError(
+                f"ranks_per_gpu {self.ranks_per_gpu} with {self.nodes} nodes; allowed: 1 node"
+            )
+        if self.ranks_per_gpu > 1 and self.device not in ("auto", "cuda"):
+            raise ValueError(
+                f"ranks_per_gpu {self.ranks_per_gpu} with device {self.device}; allowed: cuda"
+            )
+        return self
 
     @model_validator(mode="after")
     def _most_gpus(self) -> ClusterSpec:
