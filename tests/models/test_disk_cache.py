@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from disttrain_cli.models import disk_cache
+from disttrain_cli.models import disk_cache, flash4
 from disttrain_cli.models.disk_cache import from_disk
 from disttrain_cli.models.flops import LayerFlops, count_flops
 from disttrain_cli.profiling.analytic import _counted
@@ -39,9 +39,13 @@ def asked(key: str) -> tuple[object, bool]:
 def test_a_result_is_computed_once_for_all_that_decides_it(monkeypatch):
     assert asked("a") == (flops("a"), True) and asked("a") == (flops("a"), False)
     assert asked("bb") == (flops("bb"), True)
-    for name, other in (("_libraries", lambda: ["torch 0"]), ("sources", lambda: "others")):
+    for room, name, other in (
+        (disk_cache, "_libraries", lambda: ["torch 0"]),
+        (disk_cache, "sources", lambda: "others"),
+        (flash4, "_version", 4),
+    ):
         with monkeypatch.context() as patch:
-            patch.setattr(disk_cache, name, other)
+            patch.setattr(room, name, other)
             assert asked("a") == (flops("a"), True), name
     assert asked("a") == (flops("a"), False)
 

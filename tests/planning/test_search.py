@@ -234,7 +234,9 @@ def test_no_layout_is_faster_than_the_floors_of_its_slots(
 def test_tp_and_cp_fill_nodes_evenly(node: int, most: int | None) -> None:
     """As by trying every number."""
     run = synthetic.run_file(batch=24, gpus=10 * node, nodes=10)
-    profile = synthetic.on_nodes(synthetic.attending(synthetic.tiny(run), Heads(48, 48, 8), 4800), node)
+    profile = synthetic.on_nodes(
+        synthetic.attending(synthetic.tiny(run), Heads(48, 48, 8), 4800), node
+    )
     unit = groupings(profile, Cluster(10 * node, node, 4.0, 1, 24, most_cp=most), "auto")[0][1]
     assert unit.widths == [
         (tp, cp)

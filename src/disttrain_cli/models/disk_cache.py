@@ -1,7 +1,8 @@
 """Cache of results about a model's layers on disk, for all devices and clusters.
 
 A result's file is named by a hash of everything that decides it: the function and its arguments,
-the model (`graph.of_model`), the installed libraries, and the content of this package's sources.
+the model (`graph.of_model`), the process's version of FlashAttention, the installed libraries, and
+the content of this package's sources.
 Files are written whole and never changed; the least recently used ones are removed.
 """
 
@@ -22,6 +23,7 @@ from typing import Any, get_type_hints
 from pydantic import TypeAdapter, ValidationError
 
 from disttrain_cli.errors import SpecError
+from disttrain_cli.models import flash4
 from disttrain_cli.spec.user_cache import cache_folder
 from disttrain_cli.spec.whole import write_whole
 
@@ -38,7 +40,8 @@ def from_disk(function: Callable[..., Any], key: object, compute: Callable[[], A
         function: what is computed.
         key: everything that decides its result, but for libraries and sources.
     """
-    about = function.__module__, function.__qualname__, key, _libraries(), sources()
+    asked = function.__module__, function.__qualname__, key, flash4.used()
+    about = *asked, _libraries(), sources()
     name = hashlib.sha256(repr(about).encode()).hexdigest()
     adapter = _adapter(function)
     try:
