@@ -12,12 +12,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import Bounds, LinearConstraint, milp
 
+from disttrain_cli.costs import context
 from disttrain_cli.costs.context import misfit
 from disttrain_cli.costs.memory import layout_memory
 from disttrain_cli.costs.replicated import undealt
 from disttrain_cli.planning import search as searching
 from disttrain_cli.planning import units as units_
-from disttrain_cli.planning.bounds import Space, divisors, narrowed, side_by_side
+from disttrain_cli.planning.bounds import (
+    Space,
+    divisors,
+    llm_floors,
+    narrowed,
+    rough_floor,
+    side_by_side,
+)
 from disttrain_cli.planning.layouts import layout_of
 from disttrain_cli.planning.objective import combine, layout_time, planned_stages_ms, unit_stages_ms
 from disttrain_cli.planning.options import Options
@@ -207,6 +215,37 @@ def test_search_of_any_grouping_equals_brute_force(
 @given(small_profiles(long=True))
 def test_search_of_few_long_sequences_equals_brute_force(case: tuple[Profile, Cluster]) -> None:
     check_against_brute_force(groupings(*case, "disaggregated")[0])
+
+
+@settings(max_examples=30, deadline=None)
+@given(small_profiles(), st.integers(0, 11))
+def test_no_layout_is_faster_than_the_floors_of_its_slots(
+    case: tuple[Profile, Cluster], place: int
+) -> None:
+    groups = groupings(*case, "auto")
+    units, sizes = groups[place % len(groups)], divisors(case[1].batch)
+    for size, floor in zip(sizes, llm_floors(units, sizes, case[1]), strict=True):
+        for best in search(units, case[1], slots_of=[size]).best:
+            assert max(floor, rough_floor(units, size, case[1])) <= best.total_ms
+
+
+@pytest.mark.parametrize("node", [1, 3, 6, 8])
+@pytest.mark.parametrize("most", [None, 1, 5, 16])
+def test_tp_and_cp_fill_nodes_evenly(node: int, most: int | None) -> None:
+    """As by trying every number."""
+    run = synthetic.run_file(batch=24, gpus=10 * node, nodes=10)
+    profile = synthetic.on_nodes(
+        synthetic.attending(synthetic.tiny(run), Heads(48, 48, 8), 4800), node
+    )
+    unit = groupings(profile, Cluster(10 * node, node, 4.0, 1, 24, most_cp=most), "auto")[0][1]
+    assert unit.widths == [
+        (tp, cp)
+        for tp in unit.tps
+        for cp in range(1, min(10 * node // tp, most or 10 * node) + 1)
+        if context.fits_nodes(ParallelShape(tp=tp, cp=cp), node)
+        and (tp * cp >= node or (tp * cp).bit_count() == 1)
+        and unit.ways(tp=tp, cp=cp)
+    ]
 
 
 def check_against_brute_force(units: list[Unit]) -> None:

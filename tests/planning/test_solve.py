@@ -73,6 +73,12 @@ def test_a_plan_says_which_ordering_it_was_predicted_with() -> None:
         for each in (run, run.model_copy(update={"train": train}))
     )
     assert (plan.predicted.ordering, searched.predicted.ordering) == ("paper", "best")
+    megatron = solve(
+        run.model_copy(update={"train": train}), profile, strategy="megatron", top=3
+    ).predicted
+    baseline = searched.baselines["megatron"]
+    assert megatron.ordering == "best" and baseline is not None
+    assert baseline.iteration_s == pytest.approx(megatron.iteration_s, rel=1e-12)
     assert searched.plan == plan.plan
     assert searched.predicted.iteration_s != plan.predicted.iteration_s
     for one, other in zip(searched.alternatives, plan.alternatives, strict=True):

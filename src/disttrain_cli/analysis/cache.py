@@ -19,18 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from disttrain_cli import __version__
+from disttrain_cli.spec.user_cache import cache_folder
 
 #: Maximum size of the cache; beyond it, the least recently used files are removed.
 MOST_BYTES = 8 * 2**30
 _ABANDONED_S = 24 * 3600
-
-
-def cache_folder() -> Path:
-    """Return the folder of the cached files."""
-    home = os.environ.get("XDG_CACHE_HOME")
-    return (
-        Path(home) if home and Path(home).is_absolute() else Path.home() / ".cache"
-    ) / "disttrain"
 
 
 def cached(

@@ -258,13 +258,19 @@ def replicas_link(profile: Profile, stage: CostedStage, gpus_per_node: int) -> L
     All rings of a stage (one for each TP rank) run at once. A stage that begins or ends inside a
     node has fewer ranks there, and its rings are as narrow as in that node.
     """
+    width = ring_width(stage, gpus_per_node)
+    return profile.links if width is None else ring_link(profile.links, width)
+
+
+def ring_width(stage: Stage, gpus_per_node: int) -> int | None:
+    """Return the fewest ranks of a stage's rings in any of its nodes; None inside one node."""
     if in_one_node(ends_of(stage), gpus_per_node):
-        return profile.links
+        return None
     first, stop = stage.ranks[0], stage.ranks[-1] + 1
     fewest = min(
         gpus_per_node, -first % gpus_per_node or gpus_per_node, (stop - 1) % gpus_per_node + 1
     )
-    return ring_link(profile.links, max(1, fewest // stage.tp))
+    return max(1, fewest // stage.tp)
 
 
 def transfers_s(

@@ -16,8 +16,8 @@ those of the data's mean work.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import numpy as np
@@ -25,17 +25,21 @@ from numpy.typing import NDArray
 
 from disttrain_cli.costs.buckets import buckets
 from disttrain_cli.costs.context import exchanged_ms
+from disttrain_cli.costs.freezing import Backward
 from disttrain_cli.costs.layout import (
     CostedStage,
     after_s,
     gather_s,
     reduction_s,
     replicas_link,
+    ring_width,
     update_s,
 )
+from disttrain_cli.costs.remembering import remembered
 from disttrain_cli.costs.stage import backward_parts, forward_parts, shard_of
 from disttrain_cli.spec.plan import Layout
-from disttrain_cli.spec.profile import Polynomial, Profile
+from disttrain_cli.spec.profile import LinkTimes, Polynomial, Profile
+from disttrain_cli.spec.shape import ParallelShape
 from disttrain_cli.spec.trace import BACKWARD, FORWARD, WEIGHTS
 from disttrain_cli.spec.work import Work
 
@@ -96,8 +100,16 @@ def hidden(
 
     The first passes are forwards; optimizer steps include the gathers.
     """
-    known: Layers = {}
-    rows = [_of_stage(profile, layout, stage, gpus_per_node, known) for stage in stages]
+    known: dict[Hashable, tuple[Messages, Messages]] = {}  # many stages hold the same layers
+    rows: list[tuple[Messages, Messages]] = []
+    for stage in stages:
+        behind_nothing_s = after_s(profile, layout, stage, gpus_per_node)
+        width = ring_width(stage, gpus_per_node)
+        layers = stage.unit.name, stage.weight_delay, tuple(stage.held), tuple(stage.numbers)
+        if (alike := (*layers, behind_nothing_s, width)) not in known:
+            link = replicas_link(profile, stage, gpus_per_node)
+            known[alike] = _of_stage(profile, layout, stage, link, behind_nothing_s)
+        rows.append(known[alike])
     last = [BACKWARD if stage.weight_delay is None else WEIGHTS for stage in stages]
     reductions, gathers = zip(*rows, strict=True)
     return (
@@ -106,9 +118,6 @@ def hidden(
     )
 
 
-#: ms of a layer's forward and of its part of the last pass, by unit, True if backwards are split,
-#: and (module, kind, type of backward).
-Layers = dict[tuple[str, bool, tuple[str, str, str]], tuple[float, float]]
 # of one stage: [K] until_s and before, and mean_s
 Messages = tuple[list[float], list[float], float]
 
@@ -125,16 +134,19 @@ def _stacked(rows: Sequence[Messages]) -> tuple[Floats, Floats, Floats]:
 
 
 def _of_stage(
-    profile: Profile, layout: Layout, stage: CostedStage, gpus_per_node: int, known: Layers
+    profile: Profile, layout: Layout, stage: CostedStage, link: LinkTimes, behind_nothing_s: float
 ) -> tuple[Messages, Messages]:
-    """Return reduction and gather of a stage; extends `known` by its layers."""
-    numbers = stage.numbers
-    forward_ms, last_ms = _layers(profile, layout, stage, known)
-    link, holders = replicas_link(profile, stage, gpus_per_node), stage.unit.dp_cp_size
+    """Return reduction and gather of a stage.
+
+    Args:
+        link: between its replicas.
+        behind_nothing_s: sums of gradients that overlap with nothing.
+    """
+    numbers, holders = stage.numbers, stage.unit.dp_cp_size
+    forward_ms, last_ms = _layers(profile, layout, stage)
     found = buckets(numbers)
     held = [sum(numbers[layer] for layer in bucket) for bucket in found]
     reduced = [reduction_s(layout, link, count, dp_cp_size=holders) for count in held]
-    behind_nothing_s = after_s(profile, layout, stage, gpus_per_node)
     gathered = [gather_s(profile, layout, link, count, dp_cp_size=holders) for count in held]
     last_s = sum(last_ms) / 1e3 * len(last_slots(layout.microbatches, stage.weight_delay))
     return (
@@ -154,32 +166,61 @@ def _before(found: Sequence[range], layers_ms: Sequence[float]) -> list[float]:
 
 
 def _layers(
-    profile: Profile, layout: Layout, stage: CostedStage, known: Layers
+    profile: Profile, layout: Layout, stage: CostedStage
 ) -> tuple[list[float], list[float]]:
     """Return by layer the ms of its forward and of its part of the step's last pass, per slot."""
-    sequences = layout.global_batch_size / layout.microbatches / stage.unit.dp
-    alike = stage.unit.name, stage.weight_delay is None
-    for name, kind, does in dict.fromkeys(stage.held):
-        if (*alike, (name, kind, does)) in known:
-            continue
-        module = profile.modules[name]
-        shard = shard_of(module, kind, tp=stage.unit.tp_of(name))
-        shared = sequences / stage.unit.dealt_over(name)
-        work = module.work_per_sequence.scaled(shared)
-        exchanged = exchanged_ms(profile, name, module.costs[kind], stage.unit.shape, does)
-        forward = forward_parts(shard, stage.unit.tp_overlap)
-        if stage.weight_delay is None:
-            last = backward_parts(shard, does, stage.unit.checkpointing, stage.unit.tp_overlap)
-            exchanging_ms = _ms([exchanged[1]], work)
-        else:
-            last, exchanging_ms = [shard.weight_ms] if does == "trained" else [], 0.0
-        own = work.scaled(1.0 / stage.cp)
-        known[*alike, (name, kind, does)] = (
-            _ms(forward, own) + _ms([exchanged[0]], work),
-            _ms(last, own) + exchanging_ms,
+    unit, splits = stage.unit, stage.weight_delay is not None
+    sequences = layout.global_batch_size / layout.microbatches / unit.dp
+    known = {
+        (name, kind, does): _layer_ms(
+            profile,
+            name,
+            kind,
+            does,
+            replace(unit.shape, tp=unit.tp_of(name), dp=1, pp=1),
+            unit.tp_overlap,
+            splits,
+            sequences,
+            unit.dealt_over(name),
         )
-    forward_ms, last_ms = zip(*(known[*alike, layer] for layer in stage.held), strict=True)
+        for name, kind, does in set(stage.held)
+    }
+    forward_ms, last_ms = zip(*(known[layer] for layer in stage.held), strict=True)
     return list(forward_ms), list(last_ms)
+
+
+@remembered
+def _layer_ms(
+    profile: Profile,
+    name: str,
+    kind: str,
+    does: Backward,
+    shape: ParallelShape,
+    overlap: bool,
+    splits: bool,
+    sequences: float,
+    dealt_over: int,
+) -> tuple[float, float]:
+    """Return ms of a layer's forward and of its part of the last pass, for a replica's slot.
+
+    Args:
+        dealt_over: ranks over which the sequences' items are distributed.
+    """
+    module = profile.modules[name]
+    shard = shard_of(module, kind, tp=shape.tp)
+    work = module.work_per_sequence.scaled(sequences / dealt_over)
+    exchanged = exchanged_ms(profile, name, module.costs[kind], shape, does)
+    forward = forward_parts(shard, overlap)
+    if not splits:
+        last = backward_parts(shard, does, shape.recompute, overlap)
+        exchanging_ms = _ms([exchanged[1]], work)
+    else:
+        last, exchanging_ms = [shard.weight_ms] if does == "trained" else [], 0.0
+    own = work.scaled(1.0 / shape.cp)
+    return (
+        _ms(forward, own) + _ms([exchanged[0]], work),
+        _ms(last, own) + exchanging_ms,
+    )
 
 
 def _ms(parts: Sequence[Polynomial], work: Work) -> float:

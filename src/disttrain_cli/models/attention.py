@@ -18,7 +18,7 @@ rank attends with a share of the heads (`ulysses`), or with its local rows (`gat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, lru_cache
 from itertools import accumulate, groupby
 from typing import Any, Literal, NamedTuple
@@ -27,7 +27,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.utils._pytree import tree_leaves
 
 from disttrain_cli.models import flash4
 from disttrain_cli.models.gathered import gathered, taken
@@ -61,6 +60,22 @@ def kernel_for(device: torch.device, dtype: torch.dtype, head_width: int) -> Ker
     return (
         "efficient" if known and head_width * dtype.itemsize % HEAD_STEP_BYTES == 0 else "grouped"
     )
+
+
+def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Yield all tensors in nested containers and segments.
+
+    Lists of numbers are passed over whole, as they may have an entry for each row of a batch.
+    """
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, Segments):
+            yield from value.tensors()
+        elif isinstance(value, dict):
+            yield from tensors_in(value.values())
+        elif isinstance(value, (list, tuple)) and value and not isinstance(value[0], int):
+            yield from tensors_in(value)
 
 
 class Segments:
@@ -105,9 +120,7 @@ class Segments:
 
     def tensors(self) -> list[Tensor]:
         """Return all tensors cached in this object so far."""
-        made = tree_leaves(vars(self))
-        inner = [one.tensors() for one in made if isinstance(one, Segments)]
-        return [one for one in tree_leaves([made, inner]) if isinstance(one, Tensor)]
+        return list(tensors_in(vars(self).values()))
 
     def shares(self, causal: bool) -> Shares:
         """Return the rows of each rank for attention with gathered keys and values (`gathered`)."""

@@ -62,6 +62,11 @@ def use(chosen: Literal[2, 4]) -> None:
     _version = chosen
 
 
+def used() -> Literal[2, 4]:
+    """Return the version of this process."""
+    return _version
+
+
 def computes(query_RHD: Tensor) -> bool:
     """Return True if version 4 computes attention of these rows; tensors without values never."""
     return _version == 4 and type(query_RHD) is Tensor and query_RHD.shape[-1] <= WIDEST_HEAD

@@ -22,6 +22,7 @@ from disttrain_cli.models.configs import ModuleConfig
 from disttrain_cli.models.configs.checks import wrong
 from disttrain_cli.models.configs.decoders import positions_of, windows_of
 from disttrain_cli.models.configs.videos import check_read
+from disttrain_cli.models.disk_cache import from_disk
 from disttrain_cli.models.layer import PipelineLayer, TensorSpec, embeds_name, features_name
 from disttrain_cli.models.lora import check_targets
 from disttrain_cli.spec.files import fingerprint
@@ -214,13 +215,17 @@ class _Model:
 def of_model(function: Function) -> Function:
     """Cache a function of a run's layers without their weights and of further arguments.
 
-    Cached per process, as clusters of several devices evaluate the same models. Results must not be
-    mutated.
+    Cached in memory, as clusters of several devices evaluate the same models, and on disk
+    (`disk_cache`), as the result is of no device. Results must not be mutated.
     """
 
     @lru_cache(maxsize=MOST)
     def known(model: _Model, *arguments: Any, **named: Any) -> Any:
-        return function(model.run, *arguments, **named)
+        return from_disk(
+            function,
+            (model.key, arguments, sorted(named.items())),
+            lambda: function(model.run, *arguments, **named),
+        )
 
     @wraps(function)
     def answer(run: Run, *arguments: Any, **named: Any) -> Any:

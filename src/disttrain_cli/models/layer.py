@@ -21,9 +21,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
-from disttrain_cli.models.attention import Segments
+from disttrain_cli.models.attention import tensors_in
 from disttrain_cli.models.division import Division
 from disttrain_cli.spec.heads import Item
 from disttrain_cli.spec.runfile.model import PROJECTORS
@@ -112,14 +111,10 @@ class Batch:
 
     def tensors(self) -> list[Tensor]:
         """Return all tensors of the batch, including those cached so far."""
-        made = [
-            value.tensors() for value in self.cache.values() if isinstance(value, (Segments, Batch))
-        ]
-        made += [share.batch.tensors() for share in self.shares.values()]
-        items = [vars(fields) for fields in self.items.values()]
-        return [
-            value for value in tree_leaves([vars(self), made, items]) if isinstance(value, Tensor)
-        ]
+        fields = [vars(one) for one in (self, *self.items.values())]
+        inner = [value for value in self.cache.values() if isinstance(value, Batch)]
+        inner += [share.batch for share in self.shares.values()]
+        return [*tensors_in(fields), *(tensor for one in inner for tensor in one.tensors())]
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from disttrain_cli.models.layer import Batch, PipelineLayer
 from disttrain_cli.models.operators import Trace
 from disttrain_cli.models.weight_parts import WeightPart, add_weight_gradients, deferred
 
-#: Successive kernels; a message that begins; or one that the following kernels wait for.
-Event = KernelWork | Begun | Waited
+#: A message that the following kernels wait for; one that begins; or successive kernels.
+Event = Waited | Begun | KernelWork
 
 
 class Timeline(NamedTuple):

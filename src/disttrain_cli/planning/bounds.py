@@ -63,6 +63,25 @@ def divisors(number: int) -> list[int]:
     return sorted({*small, *(number // d for d in small)})
 
 
+def llm_floors(units: list[Unit], sizes: list[int], cluster: Cluster) -> list[float]:
+    """Return a lower bound of a step for slots of each of these sizes, of the LLM's unit alone.
+
+    All at once, without its memory: of most sizes nothing else is computed.
+    """
+    holder = units[holder_of(units)]
+    kinds, most = holder.kinds, max(1, cluster.gpus - len(units) + 1)
+    base_ms, slope_ms = kinds.base_ms @ kinds.count, kinds.slope_ms @ kinds.count
+    dps = [np.array([dp for dp in divisors(size) if dp <= most], dtype=np.int64) for size in sizes]
+    counts = np.array([len(each) for each in dps])
+    dp, size = np.concatenate(dps)[:, None], np.repeat(sizes, counts)[:, None]
+    pp = np.minimum(most // (kinds.tp_cp_size * dp), holder.layers)
+    unit_ms = np.maximum(0.0, base_ms + slope_ms * (size / dp))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        times = np.where(pp, unit_ms + (cluster.batch // size - 1) * unit_ms / pp, np.inf)
+    starts = np.cumsum(counts) - counts
+    return list(np.minimum.reduceat(times.min(axis=1), starts) * SAFE)
+
+
 def rough_floor(units: list[Unit], size: int, cluster: Cluster) -> float:
     """Return a lower bound of a step for slots of `size` sequences, in closed form.
 

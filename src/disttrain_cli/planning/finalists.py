@@ -47,6 +47,8 @@ CLOSE = 1.02  # ratio to the best time over one batch up to which a finalist may
 CP_GAIN = 5e-3  # of a step, that CP must gain: exchanges are not priced more precisely
 
 T = TypeVar("T")
+#: Modules of every unit, and those of them replicated over its TP group.
+Grouping = tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]
 
 
 @dataclass(frozen=True)
@@ -182,8 +184,8 @@ def rounds(
     return finalists
 
 
-def grouping(units: Iterable[Unit | UnitPlan]) -> tuple[tuple[tuple[str, ...], ...], ...]:
-    """Return the modules of every unit, and those of them replicated over its TP group."""
+def grouping(units: Iterable[Unit | UnitPlan]) -> Grouping:
+    """Return the grouping of some units."""
     return tuple((tuple(unit.modules), unit.replicated) for unit in units)
 
 

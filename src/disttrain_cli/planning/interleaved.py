@@ -33,6 +33,7 @@ from disttrain_cli.simulation.step import pipeline_of
 from disttrain_cli.simulation.timeline import Pipeline
 from disttrain_cli.spec.plan import Baseline, Layout, UnitPlan
 from disttrain_cli.spec.profile import Profile
+from disttrain_cli.spec.runfile.train import Ordering
 from disttrain_cli.spec.trace import BACKWARD, FORWARD
 
 Floats = NDArray[np.float64]
@@ -48,12 +49,14 @@ def interleaved_s(
     draws: Draws,
     chunks: int,
     numbers: Iterable[int] | None = None,
+    ordering: Ordering | None = None,
 ) -> float:
     """Return the mean step time of a layout of one unit with `chunks` chunks per device.
 
-    Over these global batches drawn from the data, or over all; with one chunk as
-    `predict.simulated_s`. Inf if there is no such schedule or it does not fit: PP is 1, slots are
-    not a multiple of it, chunks exceed layers, or slots in flight need more than a device's memory.
+    Over these global batches drawn from the data, or over all, ordered by the policy of the draws
+    or by another; with one chunk as `predict.simulated_s`. Inf if there is no such schedule or it
+    does not fit: PP is 1, slots are not a multiple of it, chunks exceed layers, or slots in flight
+    need more than a device's memory.
     """
     (unit,) = layout.units
     cut = layout if chunks == 1 else cut_into(profile, layout, chunks)
@@ -69,7 +72,7 @@ def interleaved_s(
     updated_s = max(optimizer_s(profile, layout, device, node) for device in whole)
     times_s: list[float] = []
     for number in batches(cluster) if numbers is None else numbers:
-        pipeline = pipeline_of(profile, cut, placed, draws.loads(layout, number), node)
+        pipeline = pipeline_of(profile, cut, placed, draws.loads(layout, number, ordering), node)
         pipeline = dataclasses.replace(pipeline, step_s=updated_s)
         times_s.append(step_s(pipeline, reduced_s))
     return float(np.mean(times_s))
@@ -84,14 +87,21 @@ def with_chunks(
 ) -> Baseline:
     """Return a baseline, or one of these layouts with virtual stages, whichever is faster.
 
-    Training does not run virtual stages.
+    Training does not run virtual stages. They are chosen by the policy of the draws, and timed by
+    the better of that and the cluster's, on the batches of `found`.
     """
     times_s = {
         (interleaved_s(profile, layout, cluster, draws, chunks), number, chunks)
         for number, layout in enumerate(layouts)
         for chunks in CHUNKS
     }
-    best_s, number, chunks = min(times_s)
+    chosen_s, number, chunks = min(times_s)
+    if not math.isfinite(chosen_s):
+        return found
+    best_s = min(
+        interleaved_s(profile, layouts[number], cluster, draws, chunks, ordering=ordering)
+        for ordering in (None, cluster.ordering)
+    )
     if best_s >= found.iteration_s:
         return found
     layout, faster = layouts[number], found.iteration_s / best_s

@@ -2,12 +2,12 @@
 
 For every slot size S (a divisor of the batch; n = batch / S) a layout is one shape of each unit
 with Σ GPUs ≤ N. Slot sizes are processed best first: the one with the least lower bound is next,
-once roughly, then with a limit that rises until enough layouts are found, in small steps at first
-if very many are within it. Branch and bound within a slot size: `bounds` leaves only shapes that
-may be part of a layout within the limit; these are priced exactly (`options.price`) and joined, so
-every layout within the limit is found, except those dominated by at least `top` others
-(`dominance`): of ties, however many there are, only the simplest remain. Done when no bound is
-below the last layout wanted.
+first of the LLM alone, then roughly of all units, then with a limit that rises until enough layouts
+are found, in small steps at first if very many are within it. Branch and bound within a slot size:
+`bounds` leaves only shapes that may be part of a layout within the limit; these are priced exactly
+(`options.price`) and joined, so every layout within the limit is found, except those dominated by
+at least `top` others (`dominance`): of ties, however many there are, only the simplest remain. Done
+when no bound is below the last layout wanted.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from disttrain_cli.planning.bounds import (
     Keep,
     Space,
     divisors,
+    llm_floors,
     narrowed,
     rough_floor,
     side_by_side,
@@ -124,8 +125,9 @@ def search(
     """
     sizes = slots_of if slots_of is not None else divisors(cluster.batch)
     most = shares if shares is not None else [cluster.gpus - len(units) + 1] * len(units)
-    queue = [(rough_floor(units, size, cluster), size) for size in sizes]
+    queue = list(zip(llm_floors(units, sizes, cluster), sizes, strict=True))
     heapq.heapify(queue)
+    rough: set[int] = set()
     spaces: dict[int, Space] = {}
     tries, crowded, growth = (
         dict.fromkeys(sizes, 0),
@@ -138,6 +140,10 @@ def search(
         cut = min(within_ms, best[-1].total_ms if len(best) == top else np.inf) * (1 + 1e-9)
         if bound > cut or not np.isfinite(bound):
             break
+        if size not in rough:
+            rough.add(size)
+            heapq.heappush(queue, (max(bound, rough_floor(units, size, cluster)), size))
+            continue
         limit = min(cut, bound * growth[min(tries[size], len(growth) - 1)])
         tries[size] += 1
         if size not in spaces or spaces[size].within_ms < limit:

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from disttrain_cli.costs.stage import tp_degrees
+from disttrain_cli.planning.finalists import Grouping, grouping
 from disttrain_cli.planning.search import Candidate, search
 from disttrain_cli.planning.solve import fewer_replicas
 from disttrain_cli.planning.units import Cluster, Unit, groupings, holder_of
@@ -97,24 +98,25 @@ def sensitivity(
     largest = replace(cluster, gpus=cluster.gpus + max(cluster.gpus, cluster.gpus_per_node))
     units = {
         (unit.modules, unit.replicated): unit
-        for grouping in groupings(profile, largest, strategy)
-        for unit in grouping
+        for group in groupings(profile, largest, strategy)
+        for unit in group
     }
 
     def known(data: Profile, machines: Cluster) -> _Units:
         same = replace(machines, gpus=cluster.gpus, batch=cluster.batch) == cluster
         return units if data is profile and same else {}
 
-    before, most = _best(profile, cluster, strategy, None, units), None
+    likely = grouping(layout.units)
+    before, most = _best(profile, cluster, strategy, None, units, likely), None
     if before is not None and layout.unit_of(profile.inputs.llm).dp_cp_size < before.llm_replicas:
         most = layout.unit_of(profile.inputs.llm).dp_cp_size
-        before = _best(profile, cluster, strategy, most, units)
+        before = _best(profile, cluster, strategy, most, units, likely)
     if before is None:
         return None
 
     def best(data: Profile, machines: Cluster, within_ms: float = math.inf) -> _Best | None:
         replicas = most and max(1, most * machines.batch // cluster.batch)
-        return _best(data, machines, strategy, replicas, known(data, machines), within_ms)
+        return _best(data, machines, strategy, replicas, known(data, machines), likely, within_ms)
 
     def faster(more: int) -> int | None:
         """Return the GPUs of a faster layout on `more` additional ones."""
@@ -225,23 +227,28 @@ def _best(
     strategy: Strategy,
     most: int | None,
     known: _Units,
+    likely: Grouping,
     within_ms: float = math.inf,
 ) -> _Best | None:
     """Return the formula's best layout, with at most `most` replicas of the LLM.
 
     Layouts longer than `within_ms` are not searched. Cached results of `known` units are reused.
+
+    Args:
+        likely: the grouping that is searched first.
     """
-    found: tuple[list[Unit], Candidate] | None = None
-    for fresh in groupings(profile, cluster, strategy):
-        units = [known.get((unit.modules, unit.replicated), unit) for unit in fresh]
+    found: list[tuple[float, int, list[Unit], Candidate]] = []
+    groups = groupings(profile, cluster, strategy)
+    # the likeliest first: its time limits the searches of the others; ties go by `groupings`
+    for number in sorted(range(len(groups)), key=lambda number: grouping(groups[number]) != likely):
+        units = [known.get((unit.modules, unit.replicated), unit) for unit in groups[number]]
         keep = None if most is None else fewer_replicas(units, most)
-        limit = within_ms if found is None else found[1].total_ms
-        result = search(units, cluster, 1, keep=keep, within_ms=limit)
-        if result.best and (found is None or result.best[0].total_ms < found[1].total_ms):
-            found = units, result.best[0]
-    if found is None:
+        limit = min([within_ms, *(total_ms for total_ms, *_ in found)])
+        if candidates := search(units, cluster, 1, keep=keep, within_ms=limit).best:
+            found.append((candidates[0].total_ms, number, units, candidates[0]))
+    if not found:
         return None
-    units, best = found
+    _, _, units, best = min(found, key=lambda one: one[:2])
     replicas = best.units[holder_of(units)].dp_cp_size
     return _Best(
         best.total_ms,

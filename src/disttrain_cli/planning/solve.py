@@ -132,8 +132,8 @@ def solve(
     Strategies differ in their possible units (`units.groupings`) and in their overlap: `auto` and
     `disaggregated` have split backwards (`splitting`), reductions and gathers overlapped with
     passes (`costs.overlap`) and a TP group's messages overlapped with GEMMs (`Unit.overlaps`),
-    `megatron` the last two and, as a baseline, virtual stages (`interleaved`). If training orders
-    by `best`, `megatron` is predicted under the policy `paper`.
+    `megatron` the last two and, as a baseline, virtual stages (`interleaved`). All of them are
+    ranked and predicted under the ordering of training.
 
     The formula's best layouts are simulated, and for `auto` the other strategies' own choices with
     them: a plan is no slower than a baseline, except for ties. Among layouts that tie with the
@@ -178,13 +178,11 @@ def solve_for(
             continue
         theirs = run_by(everything, name)
         found, looked_at, tried = ranking(profile, theirs, name, top, either_zero, [], draws)
-        if name == "disaggregated" and found:
+        baselines[name] = None
+        if found:
             found, shown = _as_trained(profile, theirs, found, draws)
-            baselines[name] = _baseline(found[0].layout, shown)
-        else:
-            theirs = ranked_as(theirs)
-            baselines[name] = other = baseline_of(profile, theirs, found, draws)
-            if other and profile.device.kind != "cpu":
+            baselines[name] = other = _baseline(found[0].layout, shown)
+            if name == "megatron" and profile.device.kind != "cpu":
                 layouts = [one.layout for one in found]
                 baselines[name] = with_chunks(profile, theirs, draws, layouts, other)
         if strategy == "auto":
@@ -540,15 +538,6 @@ def _shown_s(profile: Profile, cluster: Cluster, other: Ranked) -> float:
     if profile.device.kind != "cpu":
         return other.iteration_s
     return simulated_s(profile, other.layout, ranked_as(cluster))
-
-
-def baseline_of(
-    profile: Profile, cluster: Cluster, ranked: list[Ranked], draws: Draws | None = None
-) -> Baseline | None:
-    """Return the best of another strategy's layouts in the same simulator; None if none fits."""
-    if not ranked:
-        return None
-    return _baseline(ranked[0].layout, _predicted(profile, cluster, ranked[0].layout, draws))
 
 
 def _baseline(layout: Layout, predicted: Prediction) -> Baseline:

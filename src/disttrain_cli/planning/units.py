@@ -194,13 +194,16 @@ class Unit:
         if not self.gathers:
             most = min(most, most_cp(self.profile, self.modules))
         most = 1 if self.replicated else most
+        # of all ranks together: powers of two within a node, and multiples of it
+        inside = [1 << bit for bit in range(node.bit_length()) if 1 << bit < node]
         return [
-            (tp, cp)
+            (tp, ranks // tp)
             for tp in self.tps
-            for cp in range(1, min(room // tp, most) + 1)
-            if fits_nodes(ParallelShape(tp=tp, cp=cp), node)
-            and (tp * cp >= node or (tp * cp).bit_count() == 1)
-            and self.ways(tp=tp, cp=cp)
+            for ranks in (*inside, *range(node, min(room, most * tp) + 1, node))
+            if ranks % tp == 0
+            and ranks // tp <= most
+            and fits_nodes(ParallelShape(tp=tp, cp=ranks // tp), node)
+            and self.ways(tp=tp, cp=ranks // tp)
         ]
 
     @cached_property

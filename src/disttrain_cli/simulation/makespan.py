@@ -170,7 +170,9 @@ def _run(
 def orders_s(pipeline: Pipeline, orders: NDArray[np.int64]) -> Floats:
     """Return [K] times of the pipeline with its slots in other orders [K, n]."""
     # [S, R, n, K]: steps are contiguous in memory
-    ordered = [np.moveaxis(times_s, 0, -1)[..., orders.T] for times_s in pipeline.parts_s]
+    ordered = [
+        np.take(np.moveaxis(times_s, 0, -1), orders.T, axis=-1) for times_s in pipeline.parts_s
+    ]
     return iterations_s(pipeline, *(np.moveaxis(times_s, 2, 0) for times_s in ordered))
 
 

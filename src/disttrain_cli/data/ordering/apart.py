@@ -49,7 +49,9 @@ def order_apart(pipeline: Pipeline, positions: Ints) -> Ints:
         slowest = int(times_s.argmax())
         if not settled[slowest]:
             left -= affordable(MOVES_PER_ROUND, slots)
-            searched, time_s = search_order(_with(base, times[slowest]), [orders[slowest]], 1)
+            searched, time_s = search_order(
+                _with(base, times[slowest]), [orders[slowest]], 1, float(times_s[slowest])
+            )
             settled[slowest] = time_s >= times_s[slowest]
             orders[slowest], times_s[slowest] = searched, time_s
             continue

@@ -34,38 +34,44 @@ def affordable(evaluations: int, slots: int) -> int:
 
 
 def search_order(
-    pipeline: Pipeline, starts: Sequence[Ints], evaluations: int = EVALUATIONS
+    pipeline: Pipeline,
+    starts: Sequence[Ints],
+    evaluations: int = EVALUATIONS,
+    start_s: float | None = None,
 ) -> tuple[Ints, float]:
     """Return the best order found and its time in s; never worse than any of `starts`.
 
     Evaluates all orders, or about `evaluations`, fewer if there are many slots; ties go to the
     first.
+
+    Args:
+        start_s: time of the only start, if it is known.
     """
     slots = len(pipeline.forward_s)
     if factorial(min(slots, 20)) <= evaluations:
         return _fastest(pipeline, np.array([*starts, *permutations(range(slots))]))
-    order, best_s = _fastest(pipeline, np.array(starts))
-    start, left, number = order, affordable(evaluations, slots), 0
+    order, best_s = (
+        _fastest(pipeline, np.array(starts)) if start_s is None else (starts[0], start_s)
+    )
+    start, start_s, left, number = order, best_s, affordable(evaluations, slots), 0
     while left > 0:
-        for candidate, time_s, evaluated in _descent(pipeline, start):
+        for candidate, time_s, evaluated in _descent(pipeline, start, start_s):
             if time_s < best_s:
                 order, best_s = candidate, time_s
             left -= evaluated
             if left <= 0:
                 break
-        start, number = (
-            np.argsort(mix(RESTART, number, np.arange(slots)), kind="stable"),
-            number + 1,
-        )
+        else:  # there are evaluations left
+            start = np.argsort(mix(RESTART, number, np.arange(slots)), kind="stable")
+            start_s, number = float(orders_s(pipeline, start[None])[0]), number + 1
     return order, best_s
 
 
-def _descent(pipeline: Pipeline, order: Ints) -> Iterator[tuple[Ints, float, int]]:
-    """Yield (best order so far, its time, evaluations) for each round.
+def _descent(pipeline: Pipeline, order: Ints, best_s: float) -> Iterator[tuple[Ints, float, int]]:
+    """Yield (best order so far, its time, evaluations) for each round from an order and its time.
 
     The rounds end when no move shortens the step.
     """
-    best_s = float(orders_s(pipeline, order[None])[0])
     slots = len(order)
     turns = -(-3 * slots**2 // (2 * affordable(MOVES_PER_ROUND, slots)))
     number = idle = 0
