@@ -113,7 +113,7 @@ def test_a_rehearsal_is_announced_before_its_verdict(run_dir, tmp_path, capsys):
     (traces / "job.json").write_text(json.dumps(job))
     lines = call([traces], capsys)[1].splitlines()
     assert (
-        lines[0] == "Rehearsed: 2 processes stood for 6 GPUs; times are the cluster's. "
+        lines[0] == "Rehearsal: 2 processes emulated 6 GPUs; times are those of the cluster. "
         "Injected: slow stage (llm stage 1, × 1.2)."
     )
     assert lines[1] == json.loads(call([traces, "--json"], capsys)[1])["verdict"]["headline"]

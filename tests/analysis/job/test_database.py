@@ -75,10 +75,10 @@ def test_missing_ranks_steps_and_job_are_said(folder):
 def test_nothing_to_analyse_is_an_error(tmp_path):
     with pytest.raises(DataError, match="There is no trace folder"):
         analyze([tmp_path / "nowhere"])
-    with pytest.raises(DataError, match="No trace can be read"):
+    with pytest.raises(DataError, match="No readable trace"):
         analyze([tmp_path])
     synthetic.table(tmp_path / "rank-00000" / "segment-00000.parquet", [], TRACE_COLUMNS)
-    with pytest.raises(DataError, match="No trace can be read"):
+    with pytest.raises(DataError, match="No readable trace"):
         analyze([tmp_path])
     row = synthetic.simulate(synthetic.Synthetic(steps=1)).rows[0]
     synthetic.table(
@@ -86,7 +86,7 @@ def test_nothing_to_analyse_is_an_error(tmp_path):
         [row | {"operation": "load"}],
         TRACE_COLUMNS,
     )
-    with pytest.raises(DataError, match="no whole step"):
+    with pytest.raises(DataError, match="no complete step"):
         analyze([tmp_path])
 
 

@@ -280,7 +280,7 @@ def test_lengths_and_times_that_are_no_numbers_are_left_out_and_counted(tmp_path
     events = ",\n".join(f"{kernel}, {time}}}" for time in times)
     found = analyze([traces.write(tmp_path / "rank0.json", f"[{events}]")])
     assert found.kernels[0].count == 4 and found.ranks[0].span_us == 35
-    assert "7 events of rank0.json are broken and left out" in found.warnings
+    assert "7 events of rank0.json are malformed and left out" in found.warnings
 
 
 def test_json_of_the_analysis_is_plain(tmp_path):
@@ -355,11 +355,11 @@ def _one_row(found):
 @pytest.mark.parametrize(
     ("damage", "said", "tolerance"),
     [
-        (_no_time, "left out: the start lies", 0.11),
-        (_lost_start, "left out: the start lies", 0.11),
-        (_another_clock, "left out: the start lies", 0.11),
-        (_far_future, "left out: the start lies", 0.11),
-        (_not_launched, "left out: the start lies", 0.11),
+        (_no_time, "left out: the start is", 0.11),
+        (_lost_start, "left out: the start is", 0.11),
+        (_another_clock, "left out: the start is", 0.11),
+        (_far_future, "left out: the start is", 0.11),
+        (_not_launched, "left out: the start is", 0.11),
         (_outlasts, "shortened", 0.001),
         (_outlasts_everything, "shortened", 0.001),
         (_outlasts_all_files, "shortened", 0.001),

@@ -264,7 +264,8 @@ def test_several_ranks_that_nothing_tells_apart_are_said(tmp_path):
     found = analyze([merged(tmp_path / "all.json", ranks)])
     assert len(found.ranks) == 1
     assert any(
-        "all.json seems to hold several ranks (3 processes" in warning for warning in found.warnings
+        "all.json seems to contain several ranks (3 processes" in warning
+        for warning in found.warnings
     )
     assert not any("missing" in warning or "numbered" in warning for warning in found.warnings)
     assert (found.verdict.cause, found.verdict.confidence) == ("unknown", 0)
@@ -274,7 +275,7 @@ def test_several_ranks_that_nothing_tells_apart_are_said(tmp_path):
         event["args"] = event.get("args", {}) | {"rank": event["ts"] % 2}
     found = analyze([merged(tmp_path / "mixed.json", [events])])
     assert any(
-        "mixed.json seems to hold several ranks (their numbers" in warning
+        "mixed.json seems to contain several ranks (their numbers" in warning
         for warning in found.warnings
     )
 
@@ -391,7 +392,7 @@ def test_copies_of_files_are_no_other_ranks(tmp_path):
     for folder, copies in (("job", 3), ("pods", 0)):
         found = analyze([tmp_path / folder])
         assert [row.rank for row in found.ranks] == [0, 1, 2]
-        assert sum("once more; left out" in text for text in found.warnings) == copies
+        assert sum("again; left out" in text for text in found.warnings) == copies
 
 
 def test_processes_that_each_take_themselves_for_rank_0_are_told_apart():
@@ -500,5 +501,5 @@ def test_ranks_that_collectives_name_and_no_file_holds_are_missing(tmp_path):
     found = analyze([tmp_path / "job"])
     assert any(text.startswith("1 of 4 ranks is missing (3)") for text in found.warnings)
     evidence = {row.what: row.value for row in found.verdict.evidence}
-    assert evidence["ranks whose traces are there"] == 0.75
+    assert evidence["ranks with traces"] == 0.75
     assert found.verdict.confidence < analyze([tmp_path / "apart"]).verdict.confidence
