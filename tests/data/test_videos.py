@@ -143,7 +143,7 @@ def test_turns_of_every_form(form: str, degrees: int) -> None:
 @pytest.mark.parametrize("degrees", [30, 45, 88, 272])
 def test_other_turns_are_named(degrees: int) -> None:
     cos, sin = math.cos(math.radians(degrees)), math.sin(math.radians(degrees))
-    with pytest.raises(ValueError, match=r"a video turned by -?[0-9]+ degrees"):
+    with pytest.raises(ValueError, match=r"a video rotated by -?[0-9]+ degrees"):
         header_of(turned(film(4), cos, sin, -sin, cos))
 
 
@@ -170,7 +170,7 @@ def test_more_pixels_than_are_read_are_refused_from_the_header(
         header_of(film(4))
     monkeypatch.setattr(videos, "MOST_FRAMES", 3)
     monkeypatch.setattr(videos, "MOST_PIXELS", 64 * 48)
-    with pytest.raises(ValueError, match="a video of 4 frames, 1 to 3 are read"):
+    with pytest.raises(ValueError, match="a video of 4 frames, 1 to 3 are supported"):
         header_of(film(4))
 
 

@@ -25,5 +25,5 @@ def described(of_sources: list[dict[str, int]]) -> list[str]:
         of_source = f" of data.sources[{number}]" if len(of_sources) > 1 else ""
         first, *others = [f"{name} in {count:,}" for name, count in counts.items()] or [""]
         if first:
-            lines.append(f"left unread{of_source}: {', '.join([f'{first} records', *others])}")
+            lines.append(f"ignored{of_source}: {', '.join([f'{first} records', *others])}")
     return lines

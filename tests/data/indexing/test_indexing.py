@@ -282,7 +282,7 @@ def test_processes_that_die_are_named(
         again = build_index(run, INPUTS, lambda *report: spoken(said, *report), processes=1)
         assert again.fingerprint == alone.fingerprint and len(started) == 2
         (named,) = [what for what in said if "read again" in what]
-        assert named == "a process ended (killed by SIGKILL): mixed/00000.tar is read again"
+        assert named == "a process ended (killed by SIGKILL): retrying mixed/00000.tar"
     else:
         with pytest.raises(DataError, match=r"mixed/00000\.tar cannot be read") as caught:
             build_index(run, INPUTS, processes=1)

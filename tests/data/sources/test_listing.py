@@ -81,13 +81,13 @@ def test_missing_empty_and_unknown_sources(tmp_path: Path) -> None:
         caught.value
     )
     touch(tmp_path, "notes.txt", "a.tar.gz", "dataset_info.json")
-    with pytest.raises(DataError, match="holds no shard") as caught:
+    with pytest.raises(DataError, match="contains no shard") as caught:
         list_source(str(tmp_path), "data.sources[0].path: here")
     assert (
         "a.tar.gz, but dataset_info.json" in str(caught.value)
         and "Unpack" in caught.value.next_step
     )
-    with pytest.raises(DataError, match=r"form of .*gz is not known") as caught:
+    with pytest.raises(DataError, match=r"format of .*gz is unknown") as caught:
         list_source(str(tmp_path / "a.tar.gz"), "f")
     assert ".parquet" in str(caught.value)
 
@@ -214,7 +214,7 @@ def test_folders_that_can_be_read_in_several_ways_are_refused(
         (["a.parquet"], ["README.md", "LICENSE", "1.jpg", ".gitattributes", "state.json"], ""),
         (["a.jsonl"], ["a.jsonl.gz", "images.zip"], "a.jsonl.gz, images.zip (packed)"),
         (["a.parquet"], ["raw.jsonl.gz"], "raw.jsonl.gz (packed)"),
-        (["a.jsonl"], ["b.csv", "run.py"], "b.csv, run.py (no form that is read)"),
+        (["a.jsonl"], ["b.csv", "run.py"], "b.csv, run.py (no supported format)"),
         (
             ["a.tar"],
             [f"sub/{n}.tar" for n in range(5)],
@@ -257,7 +257,7 @@ def test_what_describes_tars_hides_none(tmp_path: Path, content: str) -> None:
 
 def test_shards_in_folders_below_are_asked_for(tmp_path: Path) -> None:
     touch(tmp_path, "first/0.tar", "first/1.tar")
-    with pytest.raises(DataError, match="holds no shard") as caught:
+    with pytest.raises(DataError, match="contains no shard") as caught:
         list_source(str(tmp_path), "f")
     assert "first/0.tar" in caught.value.why and "Name the folder" in caught.value.next_step
 
@@ -291,7 +291,7 @@ def test_links_to_folders_are_named(tmp_path: Path) -> None:
     assert "train/ is a link to a folder" in caught.value.why
     (tmp_path / "own" / "train").unlink()
     (tmp_path / "own" / "a.parquet").unlink()
-    with pytest.raises(DataError, match="holds no shard") as caught:
+    with pytest.raises(DataError, match="contains no shard") as caught:
         names(tmp_path / "own", [])
     assert "sub/: a link to a folder" in caught.value.why
 

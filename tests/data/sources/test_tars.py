@@ -199,7 +199,7 @@ def test_links_are_named_and_folders_ignored(tmp_path: Path) -> None:
         folder.type = tarfile.DIRTYPE
         tar.addfile(folder)
     samples, skipped = read(shard)
-    assert not samples and "link.json is no regular file" in skipped["link"]
+    assert not samples and "link.json is not a regular file" in skipped["link"]
 
 
 def test_half_characters_do_not_break_tokenizers() -> None:

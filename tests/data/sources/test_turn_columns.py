@@ -165,7 +165,7 @@ def test_pairs_of_the_cauldron(tmp_path: Path) -> None:
             [("USER: What? ASSISTANT:", False), (" A cat.", True)],
         ]
         assert skipped == {
-            "row 2": "2 marks <image> for 1 images",
+            "row 2": "2 occurrences of <image> for 1 images",
             "row 3": "`messages` must be a list with at least one turn",
         }
 
@@ -348,7 +348,7 @@ def test_images_that_are_named(tmp_path: Path, key: str, turns: Any) -> None:
         samples, skipped = read(path)
         assert len(samples) == 1 and "image" not in samples[0]
         assert skipped == {
-            "row 0": "the file a.jpg is named and not in the table: images of tables are read as"
+            "row 0": "the file a.jpg is named but not in the table: images of tables are read as"
             " bytes, binary or {bytes, path}"
         }
 
@@ -366,9 +366,12 @@ def test_an_image_without_bytes_beside_turns(tmp_path: Path) -> None:
     [
         ({"file_name": pa.string(), "text": pa.string()}, "metadata.jsonl"),
         ({"audio": FILE, "text": pa.string(), "rejected": pa.string()}, "`rejected` may change"),
-        ({"audios": pa.list_(FILE), "text": pa.string()}, "`audios` holds lists"),
-        ({"messages": pa.int64(), "id": pa.string()}, "no column holds texts or turns"),
-        ({"Messages": pa.string(), "messages": pa.string()}, "several columns may hold `messages`"),
+        ({"audios": pa.list_(FILE), "text": pa.string()}, "`audios` contains lists"),
+        ({"messages": pa.int64(), "id": pa.string()}, "no column has a name of texts or turns"),
+        (
+            {"Messages": pa.string(), "messages": pa.string()},
+            "several columns may contain `messages`",
+        ),
     ],
 )
 def test_columns_that_are_refused(columns: dict[str, pa.DataType], words: str) -> None:

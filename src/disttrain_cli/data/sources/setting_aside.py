@@ -47,7 +47,7 @@ def _reason(
         return None
     folder, _, file = name.rpartition("/")
     if TEMPORARY in folder.split("/"):
-        return "left over by a job that did not end"
+        return "left over from a job that did not finish"
     if of_name == "arrow" and file not in saved.get(folder, (file,)):
         return SAVED
     if is_url(path):
