@@ -42,7 +42,7 @@ def learned(
         try:
             start = read_job(run.dir.traces / "job.json").run
         except SpecError as error:  # a full disk when training began
-            say(f"warning: trackers get no verdict: {error.what}")
+            say(f"warning: no verdict for experiment trackers: {error.what}")
             return verdict
         for tracker in trackers_of(run, start, True, say):
             if samples is not None:
