@@ -89,7 +89,7 @@ def test_notes_go_to_who_asked_for_them(run_folder):
         (lambda run: train(run, resume=True), SpecError, "plan.yaml"),
         (lambda run: train(run, plan=run / "other.yaml"), SpecError, "other.yaml"),
         (lambda run: train(run, resume=True, restart=True), UsageError, "exclude each other"),
-        (lambda run: train(run, resume=True, origin=run), UsageError, "does not go with"),
+        (lambda run: train(run, resume=True, origin=run), UsageError, "cannot be combined with"),
         (lambda run: train(run, origin=run / "nothing"), SpecError, "no weights to start from"),
         (lambda run: analyze(run / "nothing"), DataError, "nothing"),
         (lambda run: api.sql("SELECT 1", run / "nothing"), DataError, "nothing"),
@@ -116,7 +116,7 @@ def test_notes_go_to_who_asked_for_them(run_folder):
         (
             lambda run: api.emit(run, kind="slurm", preflight=True, profile_steps=range(2)),
             UsageError,
-            "does not go with preflight=True",
+            "cannot be combined with preflight=True",
         ),
         (lambda run: api.open_run(run, "train.step=1"), UsageError, "unknown key"),
     ],
@@ -233,10 +233,10 @@ def test_hints_of_functions_name_the_run_and_the_argument(run_folder):
     assert raised.value.what == "resume=True and restart=True exclude each other"
     with pytest.raises(SpecError) as raised:
         train(run_folder, resume=True)
-    assert raised.value.next_step == f"Make one with: disttrain_cli.plan({str(run_folder)!r})"
+    assert raised.value.next_step == f"Create one with: disttrain_cli.plan({str(run_folder)!r})"
     with pytest.raises(SpecError) as raised:
         train(api.open_run(run_folder, "train.steps=3"), resume=True)
-    assert raised.value.next_step == "Make one with: disttrain_cli.plan(run)"
+    assert raised.value.next_step == "Create one with: disttrain_cli.plan(run)"
 
 
 def suggestions():

@@ -173,7 +173,7 @@ def check_start(resume: bool, restart: bool, origin: Path | str | None) -> None:
         )
     if origin is not None and resume:
         raise UsageError(
-            f"{starting} does not go with {resuming}",
+            f"{starting} cannot be combined with {resuming}",
             f"{resuming} goes on with this run's own weights; {starting} starts at step 0",
             "Leave one of the two out.",
         )
@@ -307,7 +307,7 @@ def emit(
     check_number("steps", steps, 1)
     if preflight and profile_steps is not None:
         raise UsageError(
-            f"{argument('profile_steps')} does not go with {argument('preflight', True)}",
+            f"{argument('profile_steps')} cannot be combined with {argument('preflight', True)}",
             "a preflight runs no step",
             "Leave one of the two out.",
         )

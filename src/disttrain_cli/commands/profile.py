@@ -38,14 +38,14 @@ $ disttrain profile --calibrate runs/demo
 $ disttrain profile --calibrate runs/demo/rehearsal
 
 Builds the sample index, or reads new shards into it, then measures forward and backward of every
-module over the data's own sizes. Shards that changed or went since they were indexed are refused;
-with --reindex all are read again. Measuring stops at a budget: on a CPU 30 s of CPU time of all
-processes, or a tenth of what the training will take if that is less (5 s at least); on GPUs 3
-minutes. Sizes that span the data's come first, the rest is interpolated; data are read outside of
-it. With analytic:NAME nothing is measured but preprocessing: the
-layers' operators are counted and timed by the catalogue's figures, for machines that are not here.
-With --calibrate nothing is measured: the profile of a recorded run is corrected by its traces, and
-what it replaces is kept as profile.json.before.
+module for the sizes in the data. Shards that changed or were removed after they were indexed are
+refused; with --reindex all are read again. Measuring stops at a budget: on a CPU 30 s of CPU time
+of all processes, or a tenth of the training time if that is less (5 s at least); on GPUs 3
+minutes. Sizes that span those of the data come first, the rest is interpolated; reading data does
+not count. With analytic:NAME only preprocessing is measured: operators of the layers are counted
+and timed by the catalogue's figures, for machines that are not available. With --calibrate nothing
+is measured: the profile of a recorded run is corrected by its traces, and the replaced profile is
+kept as profile.json.before.
 """
 
 #: Names of the hardware catalogue, for --help alone: reading it would slow every command's start.
@@ -60,7 +60,9 @@ CALIBRATE_HELP = (
     "Folder of a recorded run, real or rehearsed (runs/NAME, runs/NAME/rehearsal): fit the cost"
     " models of its profile to its traces instead of measuring."
 )
-REINDEX_HELP = "Read all shards again, also where some changed or went since they were indexed."
+REINDEX_HELP = (
+    "Read all shards again, even if some changed or were removed after they were indexed."
+)
 CalibrateOption = Annotated[Path | None, typer.Option(metavar="RUN", help=CALIBRATE_HELP)]
 
 
@@ -82,7 +84,7 @@ def run(
         if device != "auto" or reindex:
             raise UsageError(
                 f"--calibrate and {'--reindex' if reindex else '--device'} exclude each other",
-                "--calibrate measures nothing: the run's own device and data stay",
+                "--calibrate measures nothing: device and data of the run stay the same",
                 "disttrain profile --help",
             )
         _calibrate(console, run_file, settings, calibrate, out)
