@@ -99,7 +99,7 @@ def test_prediction_and_rehearsal_stand_side_by_side(
     for text in (
         "6 processes emulated 6 GPUs",
         "12 s per second",
-        "carried one number per row",
+        "with one number per row",
         "+4.0 %",
         "forward llm",
         "+20.0 %",

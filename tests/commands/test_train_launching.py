@@ -220,7 +220,7 @@ def test_preflight_tells_what_rank_0_told(
         training, "preflight", lambda *about, progress: ["rank 0's groups over gloo: ok"]
     )
     code, out, _ = call(["train", planned, "--preflight"], capsys)
-    assert code == 0 and "ranks met" in out and "rank 0's groups over gloo: ok" in out
+    assert code == 0 and "ranks connected" in out and "rank 0's groups over gloo: ok" in out
 
 
 @pytest.mark.parametrize(

@@ -447,7 +447,7 @@ def test_words_of_the_system_that_a_template_moves_change_no_answer(
         (
             "vision",
             {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]},
-            "the type 'input_audio', which is not read",
+            "the type 'input_audio', which is not supported",
         ),
         (
             "vision",

@@ -194,7 +194,7 @@ def test_broken_clips_are_silent_and_named(own_run: MakeRun) -> None:
             for one in block
         ]
         assert sorted(one.key for one in source.skipped) == ["3", "5"]
-        assert all("no whole sound file" in one.reason for one in source.skipped)
+        assert all("not a complete sound file" in one.reason for one in source.skipped)
     silent = [bool((one == np.float32(SILENCE)).all()) for one in features]
     assert any(silent) and not all(silent)
 

@@ -155,7 +155,7 @@ def test_what_is_cut_off_or_no_video_is_named() -> None:
         "truncated MP4": whole[:-1],
         "only sound": sound_only(),
         "truncated AVI": film(20, codec="mpeg4", form="avi")[:-8],
-        "no whole video": film(20, form="matroska")[:40],
+        "not a complete video": film(20, form="matroska")[:40],
     }
     for reason, data in cases.items():
         with pytest.raises(ValueError, match=reason):
@@ -166,7 +166,7 @@ def test_more_pixels_than_are_read_are_refused_from_the_header(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(videos, "MOST_PIXELS", 64 * 48 - 1)
-    with pytest.raises(ValueError, match="oversized video: 64x48 pixels a frame"):
+    with pytest.raises(ValueError, match="oversized video: 64x48 pixels per frame"):
         header_of(film(4))
     monkeypatch.setattr(videos, "MOST_FRAMES", 3)
     monkeypatch.setattr(videos, "MOST_PIXELS", 64 * 48)

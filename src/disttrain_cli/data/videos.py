@@ -338,7 +338,7 @@ def _opened(form: str, stream: Any) -> Iterator[Any]:
         with av.open(stream, format=form, io_open=_refuse, metadata_errors="replace") as container:
             yield container
     except av.FFmpegError as error:
-        raise ValueError(f"incomplete video: {error.strerror or error}") from None
+        raise ValueError(f"not a complete video: {error.strerror or error}") from None
 
 
 def _refuse(url: str, flags: int, options: Any) -> Any:

@@ -143,7 +143,7 @@ def test_a_file_that_cannot_be_read_does_not_stop_the_others(tmp_path):
     for said in (
         "empty.json is empty",
         "config.json contains no traceEvents",
-        "words.json is no JSON",
+        "words.json is not JSON",
     ):
         assert any(said in warning for warning in found.warnings), said
     with pytest.raises(DataError, match="No readable trace"):

@@ -38,7 +38,7 @@ def test_a_rank_that_is_late_is_the_straggler(tmp_path, rank):
     )
     assert verdict.lost_s == pytest.approx(150e-6, rel=0.1)
     assert verdict.lost_s == pytest.approx(found.stragglers.lost_s["worker"])
-    assert "its host is late" in verdict.advice
+    assert "its host delays it" in verdict.advice
 
 
 @pytest.mark.parametrize(("compute", "larger"), [(100, True), (600, False)])
@@ -50,7 +50,7 @@ def test_a_loss_larger_than_the_stragglers_is_in_the_headline(tmp_path, compute,
     share = f"({100 * lost_s['host'] / found.job.iteration_s:.0f} %)"
     said = "The larger loss is on all ranks: the devices wait for their hosts to launch work"
     assert (said in verdict.headline and share in verdict.headline) == larger
-    assert ("launch less and larger" in verdict.advice) == larger
+    assert ("launch fewer and larger" in verdict.advice) == larger
     assert verdict.lost_fraction == pytest.approx(verdict.lost_s / found.job.iteration_s)
 
 

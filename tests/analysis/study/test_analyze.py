@@ -214,7 +214,7 @@ def test_missing_columns_and_rows_are_named(tmp_path, rows):
                 )
             ]
         )
-    assert "No replica is whole" in error.value.what
+    assert "No replica is complete" in error.value.what
     with pytest.raises(DataError) as error:
         analyze_study(
             [megatron.write(tmp_path / "t.parquet", [row for row in rows if row["stage"] != 1])]

@@ -212,7 +212,7 @@ def test_shards_that_are_gone_are_named_and_no_dataset_is_called_empty(
         with pytest.raises(MismatchError, match="removed after they were indexed") as caught:
             use(run, INPUTS)
         assert f"{shard.name}: gone" in caught.value.why and "own" in caught.value.what
-        assert "Bring them back" in caught.value.next_step
+        assert "Restore them" in caught.value.next_step
         assert "sample_data" not in str(caught.value)
     run.dir.index.unlink()  # never indexed: the source itself is wrong
     with pytest.raises(DataError, match=r"There is no|is empty|contains no shard"):
@@ -427,7 +427,7 @@ def test_an_index_of_another_version_is_built_again(
     run = own_run({"a.tar": shard_of("one")})
     with monkeypatch.context() as older:
         older.setattr(room, "INDEX_VERSION", 1)  # of what is written; what is read must be this
-        with pytest.raises(MismatchError, match="another version"):
+        with pytest.raises(MismatchError, match="a different version"):
             build_index(run, INPUTS)
     with pytest.raises(MismatchError, match="index: 1, this program: 6"):
         read_index(run, INPUTS)

@@ -194,7 +194,7 @@ def test_what_is_named_is_read_whatever_split_it_is(tmp_path: Path, path: str) -
             "train_gen-00000-of-00001.parquet and data/train_sft-00000-of-00001.parquet",
         ),
         ([f"{one}-00000-of-00001.parquet" for one in ("red", "blue")], "several sets"),
-        (["validation.jsonl", "test.jsonl"], "validation and test, and none to train on"),
+        (["validation.jsonl", "test.jsonl"], "validation and test, but none to train on"),
     ],
 )
 def test_folders_that_can_be_read_in_several_ways_are_refused(
@@ -348,7 +348,7 @@ FILES = ["a.parquet", "b.parquet", "data/train-0.parquet", "data/test-0.parquet"
             "configs: [{data_files: {train_sft: a.*, train_gen: b.*}}]",
             [],
             [],
-            "the splits train_sft, train_gen, and none to train on",
+            "the splits train_sft, train_gen, and no split to train on",
         ),
         (
             "configs: [{data_files: {train_sft: a.*, test_sft: [b.*]}}]",

@@ -65,14 +65,14 @@ def read(
         (turns("<image>", "a", image={"file": "a.jpg"}), "`image` must be"),
         (turns("<image>", "a", image=[1]), "`image` must be"),
         ({"id": "x"}, "`conversations` or `messages` with at least"),
-        ({"id": "x", "text": ""}, "not empty"),
+        ({"id": "x", "text": ""}, "non-empty"),
         ({"id": "x", "text": ["a"]}, "`text` must be"),
         ({"id": "x", "text": "a", "file_name": "../secret.jpg"}, "leads out"),
         ({"id": "x", "conversations": []}, "at least one turn"),
         (turns("a", "b", system=5), "system must have"),
         (
             {"id": "x", "messages": [{"role": "user", "content": [{"type": "tool"}]}]},
-            "messages[0] has a part of the type 'tool', which is not read",
+            "messages[0] has a part of the type 'tool', which is not supported",
         ),
         (
             {"id": "x", "messages": [{"role": "user", "content": [{"type": "image"}]}]},
@@ -84,7 +84,7 @@ def read(
         ({"id": "x", "conversations": ["hi"]}, r"conversations[0] must have"),
         (
             {"id": "x", "conversations": [{"from": "tool", "value": "be nice"}]},
-            "conversations[0] is of 'tool', which is not read",
+            "conversations[0] is of 'tool', which is not supported",
         ),
         (
             {"id": "x", "conversations": [{"from": ["gpt"], "value": "be nice"}]},
@@ -126,7 +126,7 @@ def test_names_that_lead_out_of_the_folder_are_not_opened(tmp_path: Path, name: 
     (folder / "link.jpg").symlink_to(tmp_path / "secret.jpg")
     (folder / "outside").symlink_to(tmp_path, target_is_directory=True)
     keys, skipped = read(folder, [turns("<image>", "a", image=name)])
-    assert not keys and "out of the folder" in skipped["x"]
+    assert not keys and "outside of the folder" in skipped["x"]
 
 
 def test_links_inside_the_folder_are_followed(tmp_path: Path) -> None:
@@ -145,9 +145,9 @@ def test_whole_paths_inside_the_folder_are_followed(tmp_path: Path, scheme: str)
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (b'{\n"id": 1}', "the JSON is no list"),
-        (b"", "the JSON is no list"),
-        (b"null", "the JSON is no list"),
+        (b'{\n"id": 1}', "the JSON is not a list"),
+        (b"", "the JSON is not a list"),
+        (b"null", "the JSON is not a list"),
         (b"[", "no record at byte 1"),
         (b'[{"id": 1}', "no comma or end"),
         (b'[{"id": 1} {"id": 2}]', "no comma or end"),

@@ -160,7 +160,7 @@ def test_not_a_tar(tmp_path: Path, content: bytes) -> None:
     shard = tmp_path / "a.tar"
     shard.write_bytes(content)
     samples, skipped = read(shard)
-    assert not samples and "not a whole tar" in skipped[""]
+    assert not samples and "not a complete tar" in skipped[""]
 
 
 def test_no_damage_escapes_as_an_exception(tmp_path: Path) -> None:

@@ -401,7 +401,7 @@ def test_named_columns() -> None:
     assert find_columns(form, "x", "messages")[:2] == ({"image": "image"}, ("messages",))
     for name in ("number", "image"):
         with pytest.raises(
-            DataError, match=f"`{name}`, which data.sources.. text names|holds neither"
+            DataError, match=f"`{name}`, which data.sources.. text names|contains neither"
         ):
             find_columns(form, "x", name)
 

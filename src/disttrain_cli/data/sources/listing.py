@@ -299,7 +299,7 @@ def _declared(path: str, files: Sequence[str], ambiguous: Ambiguous) -> dict[str
     train = to_train if len(to_train) == 1 else [one for one in to_train if one == TRAIN]
     train = train or ([*splits] if len(splits) == 1 else [])
     if not train or not any(map(_form, splits[train[0]])):
-        none = f"no file of {printable(train[0])} is supported" if train else "none to train on"
+        none = f"no file of {printable(train[0])} is supported" if train else "no split to train on"
         raise ambiguous(
             f"its README.md declares the splits {_listed([*splits])}, and {none}", next_step
         )
