@@ -126,7 +126,7 @@ def test_the_data_are_summed_up_and_changes_refused_until_told_otherwise(indexed
         "and of sample ends trained",
         "skipped data/mixed/00002.tar/bad: not valid JSON",
         "scaled down to the budget of 1,024 pixels",
-        "left unread: member `.cls` in 1 records",
+        "ignored: member `.cls` in 1 records",
     ):
         assert word in out, word
     write_tar(indexed / "data" / "mixed" / "00003.tar", [interleaved("new", text("new"))])

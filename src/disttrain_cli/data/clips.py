@@ -117,7 +117,7 @@ def _opened(stream: Any) -> Iterator[Any]:
             yield file
     except soundfile.SoundFileError as error:
         reason = getattr(error, "error_string", str(error)).strip().rstrip(".")
-        raise ValueError(fnot a complete sound file: {{reason}") from None
+        raise ValueError(f"not a complete sound file: {reason}") from None
 
 
 @functools.cache

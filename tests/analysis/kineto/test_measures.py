@@ -124,7 +124,7 @@ def test_begin_and_end_marks_are_paired_like_a_stack(tmp_path):
     ).rows
     assert rows == [("elsewhere", 5, 2), ("inner", 10, 10), ("inner", 20, 15), ("outer", 0, 50)]
     assert any(
-        "2 begin or end marks have no partner" in warning for warning in analyze([path]).warnings
+        "2 begin or end marks are unmatched" in warning for warning in analyze([path]).warnings
     )
 
 

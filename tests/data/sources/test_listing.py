@@ -183,9 +183,9 @@ def test_what_is_named_is_read_whatever_split_it_is(tmp_path: Path, path: str) -
         (["a.tar", "b.parquet"], "a.tar and b.parquet"),
         (["below/a.parquet", "z.arrow"], "below/a.parquet and z.arrow"),
         (["a.parquet", "metadata.jsonl", "1.jpg"], "metadata.jsonl"),
-        (["a.jsonl", "b.jsonl.gz"], "b.jsonl.gz is packed"),
-        (["train.jsonl.zst", "test.jsonl"], "train.jsonl.zst is packed"),
-        (["0.tar", "1.tgz"], "1.tgz is packed"),
+        (["a.jsonl", "b.jsonl.gz"], "b.jsonl.gz is compressed"),
+        (["train.jsonl.zst", "test.jsonl"], "train.jsonl.zst is compressed"),
+        (["0.tar", "1.tgz"], "1.tgz is compressed"),
         (
             [
                 f"data/{one}-00000-of-00001.parquet"
@@ -220,7 +220,7 @@ def test_folders_that_can_be_read_in_several_ways_are_refused(
             [f"sub/{n}.tar" for n in range(5)],
             "sub/0.tar, sub/1.tar, sub/2.tar and 2 more",
         ),
-        (["1.tar", "2.tar", "4.tar"], [], "not there: 3.tar (a gap"),
+        (["1.tar", "2.tar", "4.tar"], [], "missing: 3.tar (a gap"),
         (["1.tar", "3.tar", "5.tar"], [], ""),
         (["a.parquet"], ["_temporary/0/a.parquet"], "_temporary/0/a.parquet (left over"),
         (["a.parquet"], ["_SUCCESS", "_metadata", "_common_metadata"], ""),
@@ -356,7 +356,7 @@ FILES = ["a.parquet", "b.parquet", "data/train-0.parquet", "data/test-0.parquet"
             [],
             "b.parquet (the split test)",
         ),
-        ("configs: [{data_files: nowhere.csv}]", [], [], "no file of train is read"),
+        ("configs: [{data_files: nowhere.csv}]", [], [], "no file of train is supported"),
         ("language: en", FILES[2:3], [], "the split test"),
         ("configs: [", FILES[2:3], [], "the split test"),
     ],

@@ -58,7 +58,7 @@ def read(
     [
         (turns("<image>", "a"), "1 occurrences of <image> for 0 images"),
         (turns("no mark", "a", image="a.jpg"), "0 occurrences of <image> for 1 images"),
-        (turns("<image><image>", "a", image=["a.jpg"]), "2 marks"),
+        (turns("<image><image>", "a", image=["a.jpg"]), "2 occurrences"),
         (turns("<image>", "a", image="gone.jpg"), "gone.jpg cannot be opened: No such file"),
         (turns("<image>", "a", image="sub"), "sub cannot be opened: not a regular file"),
         (turns("<image>", "a", image="chat.json"), "chat.json: not a JPEG"),
@@ -67,7 +67,7 @@ def read(
         ({"id": "x"}, "`conversations` or `messages` with at least"),
         ({"id": "x", "text": ""}, "non-empty"),
         ({"id": "x", "text": ["a"]}, "`text` must be"),
-        ({"id": "x", "text": "a", "file_name": "../secret.jpg"}, "leads out"),
+        ({"id": "x", "text": "a", "file_name": "../secret.jpg"}, "points outside"),
         ({"id": "x", "conversations": []}, "at least one turn"),
         (turns("a", "b", system=5), "system must have"),
         (

@@ -81,7 +81,7 @@ def test_tars_of_clips_with_transcripts_and_interleaved(tmp_path: Path) -> None:
             "bad.flac: not a complete sound file",
         ),  # mislabelled
         ([("bad.jpg", sound()), ("bad.txt", b"x")], "bad.jpg: not a JPEG"),
-        ([("bad.wav", sound("aiff")), ("bad.txt", b"x")], "another form: AIFF"),
+        ([("bad.wav", sound("aiff")), ("bad.txt", b"x")], "another format: AIFF"),
         ([interleaved("bad", clip("gone.wav"))], "the file gone.wav is missing"),
         ([interleaved("bad", clip("p.jpg")), ("p.jpg", encoded(20, 20))], "p.jpg is not a sound"),
         ([interleaved("bad", image("s.wav")), ("s.wav", sound())], "s.wav is no image"),
