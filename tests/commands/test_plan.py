@@ -452,7 +452,7 @@ def test_what_is_read_is_not_written_over(run_folder, capsys, own):
     (run_folder / "link.yaml").symlink_to(own)
     for out in (own, "link.yaml"):
         code, _, err = call(["plan", str(run_folder), "--out", str(run_folder / out)], capsys)
-        assert code == 2 and "is one of the files that are read" in err
+        assert code == 2 and "is one of the input files" in err
     assert (run_folder / own).read_bytes() == before
 
 

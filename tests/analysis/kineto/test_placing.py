@@ -156,7 +156,7 @@ def test_files_whose_times_count_from_nobody_knows_when_are_not_left_out(tmp_pat
         row.collective_wait_us for row in apart[0]
     ]
     assert any(
-        "rank2.json without baseTimeNanoseconds" in warning and "not known" in warning
+        "rank2.json without baseTimeNanoseconds" in warning and "unknown" in warning
         for warning in found.warnings
     )
 
@@ -189,7 +189,7 @@ def test_a_merged_file_gives_what_the_files_of_its_ranks_give(tmp_path, apart, f
     found = analyze([path])
     assert same(found) == apart
     (said,) = (
-        warning for warning in found.warnings if warning.startswith("all.json holds 3 ranks, ")
+        warning for warning in found.warnings if warning.startswith("all.json contains 3 ranks, ")
     )
     assert ("numbered in the order" in said) == (form == "places")
     rows = ask([path], "SELECT rank, kept, world_size FROM files ORDER BY rank").rows
@@ -429,7 +429,7 @@ def test_devices_of_one_process_are_ranks(tmp_path, apart, same_process):
     assert (verdict.cause, verdict.place.rank) == (expected.cause, expected.place.rank)
     assert found.ranks[1].collective_wait_us == apart[0][1].collective_wait_us
     assert [row.compute_us for row in found.ranks] == [row.compute_us for row in apart[0]]
-    assert "all.json holds 3 devices: each is read as a rank" in found.warnings
+    assert "all.json contains 3 devices: each is read as a rank" in found.warnings
     document = json.loads(path.read_text())
     document["distributedInfo"] = {"rank": 1, "world_size": 8}
     path.write_text(json.dumps(document))
@@ -462,7 +462,7 @@ def test_processes_that_launch_on_devices_of_their_own_are_ranks(
     if numbered_alike and delay_us:
         assert len(found.ranks) == 1 and found.verdict.cause == "unknown"
         return
-    assert "all.json holds 3 devices: each is read as a rank" in found.warnings
+    assert "all.json contains 3 devices: each is read as a rank" in found.warnings
     launched = ask(
         [path],
         "SELECT rank, list_sort(list(DISTINCT process)) FROM events GROUP BY rank ORDER BY rank",

@@ -303,7 +303,7 @@ def test_clips_and_named_images_beside_turns_are_refused(tmp_path: Path) -> None
     for path in written(tmp_path, table):
         said, skipped = read(path)
         assert len(said) == 1 and "`audio`" in skipped["row 1"]
-        assert "marks" in skipped["row 0"]
+        assert "occurrences" in skipped["row 0"]
 
 
 FILE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
