@@ -517,9 +517,9 @@ def test_answers_of_weight_0_are_not_trained(
 @pytest.mark.parametrize(
     ("template", "reason"),
     [
-        ("{{ messages[-1].content }}", "in turn 2"),
-        ("{% for m in messages | reverse %}{{ m.content }}{% endfor %}", "in turn 4"),
-        ("{% for m in messages %}{{ m.content }}{{ m.content }}{% endfor %}", "in turn 2"),
+        ("{{ messages[-1].content }}", "of turn 2"),
+        ("{% for m in messages | reverse %}{{ m.content }}{% endfor %}", "of turn 4"),
+        ("{% for m in messages %}{{ m.content }}{{ m.content }}{% endfor %}", "of turn 2"),
         (
             "{% for m in messages %}{{ m.content if loop.index0 % 2 }}{% endfor %}",
             "starts with the answer",
