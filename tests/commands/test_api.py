@@ -106,7 +106,11 @@ def test_notes_go_to_who_asked_for_them(run_folder):
         (lambda run: plan(run, gpus=True), UsageError, "gpus cannot be True"),
         (lambda run: plan(run, top=-1), UsageError, "top cannot be -1"),
         (lambda run: plan(run, strategy="best"), UsageError, "strategy cannot be 'best'"),
-        (lambda run: api.compare_clusters(run, devices="H100"), UsageError, "devices is not a list"),
+        (
+            lambda run: api.compare_clusters(run, devices="H100"),
+            UsageError,
+            "devices is not a list",
+        ),
         (lambda run: api.look(run, steps=40), UsageError, "whole numbers, 4 to 32"),
         (lambda run: api.sample(run, prompts=["a"], temperature=-1.0), UsageError, "temperature"),
         (lambda run: api.emit(run, kind="ssh"), UsageError, "kind cannot be 'ssh'"),

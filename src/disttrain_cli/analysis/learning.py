@@ -312,7 +312,7 @@ def _advice(verdict: Verdict, rate: float, passes: float) -> str:
     if verdict == "overfitting":
         return (
             f"{passes:.3g} passes over the data so far: train for fewer (train.epochs), keep the"
-            " best checkpoint"
-            " (train.evaluation.keep_best, stop_after), or add data or optimizer.weight_decay."
+            " best checkpoint (train.evaluation.keep_best, stop_after), or add data or"
+            " optimizer.weight_decay."
         )
     return ""

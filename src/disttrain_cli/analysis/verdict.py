@@ -254,7 +254,7 @@ def _calm(record: Record, findings: Sequence[Finding]) -> Verdict:
     if limits:
         share = 100 * limits[0].gain_s.mean() / measured_s
         headline += (
-            f"; train.ordering: best would save {share:.0f} % of a step that uneven data cost"
+            f"; train.ordering: best would save {share:.0f} % of a step by balancing uneven data"
             if limits[0].regained
             else f"; uneven data cost {share:.0f} % at most"
         )

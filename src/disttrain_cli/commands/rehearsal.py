@@ -133,8 +133,7 @@ def _render(
     console.say(
         f"\nEmulation   this host was {late.mean:.2f} ms behind an operation's start on average (99"
         f" % within {late.p99:.1f} ms), and used {result.cpu_ms_per_operation:.1f} ms of CPU time"
-        " per"
-        " operation"
+        " per operation"
     )
     if len(result.steps) > 1 and _behind(result) > LATE_SHARE:
         console.note(

@@ -172,7 +172,8 @@ def _rehearsed(job: Job) -> str | None:
     parts += [f"noise of {100 * how.noise:g} %"] if how.noise else []
     parts += [f"data of {how.distribution}"] if how.distribution else []
     return (
-        f"Rehearsal: {how.processes} processes emulated {job.layout.gpus_used} GPUs; times are those"
+        f"Rehearsal: {how.processes} processes emulated {job.layout.gpus_used} GPUs; times are"
+        " those"
         " of the cluster" + (f". Injected: {'; '.join(parts)}." if parts else ".")
     )
 

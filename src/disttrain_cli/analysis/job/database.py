@@ -154,7 +154,7 @@ def open_database(
         raise DataError(
             "The trace cannot be read",
             str(error).splitlines()[0],
-            f"Remove the damaged {'segment' if damaged is None else damaged} away.",
+            f"Remove the damaged {'segment' if damaged is None else damaged}.",
         ) from None
     return Database(
         connection,

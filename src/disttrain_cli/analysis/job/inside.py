@@ -263,6 +263,5 @@ def _say(database: Database, marks: dict[int, list[dict[str, Any]]]) -> None:
             database.warnings.append(
                 f"rank {rank}: the clock offset between its trace and torch's profile differs from"
                 f" that of other ranks by {(ns - usual_ns) / 1e6:+.1f} ms; operations are matched"
-                " by"
-                " their annotations"
+                " by their annotations"
             )

@@ -109,8 +109,7 @@ def _straggle(graph: StudyGraph) -> tuple[Stragglers, Verdict, list[Cause], What
         graph.trace.warnings.append(
             f"{counted(graph.contradictions, 'transfer')}"
             f" {agree(graph.contradictions, 'ends', 'end')} before all participants have started:"
-            " the"
-            " clocks of the hosts differ"
+            " the clocks of the hosts differ"
         )
     places = {
         int(rank): Place(unit=UNIT, stage=int(stage), replica=int(replica), rank=int(rank))

@@ -24,7 +24,7 @@ from disttrain_cli.spec.runfile.data import is_url
 
 REINDEX = f"Index the data again with: {call('profile', reindex=True)}"
 MEANT = (
-    "Bring the data back as it was; where the change is meant, index all of it again:"
+    "Restore the data; if the change is intended, index all of it again:"
     f" {call('profile', reindex=True)}"
 )
 ADDED = f"Add the new shards with: {call('profile')}"
