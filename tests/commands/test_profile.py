@@ -72,7 +72,7 @@ def test_what_was_measured_and_spent_is_said(folder, capsys):
     _render(Console(), profile.model_copy(update={"measuring": measuring}), folder / "p.json", "")
     assert (
         "Layers   measured 64 of 165 sizes in 29 s of CPU; the rest is interpolated (budget 30 s)\n"
-        "         llm without TP 2: the budget ended before them\n"
+        "         llm without TP 2: not measured within the budget\n"
     ) in capsys.readouterr().out
 
 

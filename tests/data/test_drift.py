@@ -109,7 +109,7 @@ def test_what_the_plan_never_saw_has_no_percentage():
     assert [(one.what, one.planned, one.change_pct) for one in found] == [
         ("images generated per sequence", 0.0, None)
     ]
-    assert "made for none" in found[0].sentence
+    assert "the planned 0" in found[0].sentence
 
 
 def test_nothing_to_judge_is_no_drift():

@@ -201,7 +201,7 @@ def _render(console: Console, result: PlanResult, run_file: Path) -> None:
     show_runners_up(console, chosen, why)
     show_sensitivity(console, chosen, result.sensitivity)
     later = any(unit.weight_delay for unit in chosen.plan.units)
-    weights = ", W gradients of weights" if later else ""
+    weights = ", W weight gradients" if later else ""
     console.say(
         f"\nThe step (F forward, B backward{weights}, R reduction and optimizer, . waiting)"
     )
@@ -209,9 +209,7 @@ def _render(console: Console, result: PlanResult, run_file: Path) -> None:
         console.say(line)
     if result.not_run:
         missing = ", ".join(f"{reason.what} ({reason.why})" for reason in result.not_run)
-        console.say(
-            "\n" + textwrap.fill(f"Training does not run yet, and refuses: {missing}.", columns)
-        )
+        console.say("\n" + textwrap.fill(f"Training cannot run this plan yet: {missing}.", columns))
     search = chosen.search
     number = f"{search.candidates:,}" if search.candidates < 10**9 else f"{search.candidates:.1e}"
     picture = f" and {short_path(result.picture)}" if result.picture else ""

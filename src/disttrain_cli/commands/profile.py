@@ -116,7 +116,7 @@ def _calibrate(
     )
     console.say(f"Calibrated {made.profile.provenance['calibrated']}")
     console.table(
-        "What the profile said and what the run took",
+        "Predicted by the profile and measured in the run",
         ["", "", "before", "after", "", "change", "rows", "error before", "after"],
         [_change_cells(change) for change in made.changes],
     )
@@ -168,7 +168,7 @@ def _render(console: Console, profile: Profile, path: Path, passes: str) -> None
         console.say(_measuring_line(measuring))
         for name, tps in measuring.not_measured.items():
             console.say(
-                f"         {name} without TP {', '.join(tps)}: the budget ended before them"
+                f"         {name} without TP {', '.join(tps)}: not measured within the budget"
             )
     console.say(
         f"Data     {data.samples:,} samples in {data.sequences:,} sequences "
@@ -179,10 +179,10 @@ def _render(console: Console, profile: Profile, path: Path, passes: str) -> None
         console.say(passes)
     for phase in data.phases if len(data.phases) > 1 else []:
         weights = " : ".join(f"{weight:g}" for weight in phase.weights)
-        priced = "; these figures are of it" if phase.step == data.priced_step else ""
+        priced = "; these figures describe it" if phase.step == data.priced_step else ""
         console.say(f"         from step {phase.step:,} on sources × {weights}{priced}")
     if data.duplicates:
-        console.say(f"         {data.duplicates:,} not used: they say what an earlier one says")
+        console.say(f"         {data.duplicates:,} not used: duplicates of earlier ones")
     for named in data.skipped_first:
         console.say(f"         skipped {named}")
     if data.skipped_entries > len(data.skipped_first):
@@ -201,7 +201,7 @@ def _render(console: Console, profile: Profile, path: Path, passes: str) -> None
     for line in described(data.unread_keys):
         console.say(f"         {line}")
     trained = (
-        f", {data.label_tokens:,} of them and of sample ends trained" if data.label_tokens else ""
+        f", {data.label_tokens:,} trained including ends of samples" if data.label_tokens else ""
     )
     console.say(f"Tokens   {data.text_tokens:,} of text{trained}; {data.image_tokens:,} of images")
     images = data.images_per_sequence
@@ -212,15 +212,15 @@ def _render(console: Console, profile: Profile, path: Path, passes: str) -> None
     video = profile.inputs.image and profile.inputs.image.video
     if video:
         console.say(
-            f"Videos   {data.videos:,}, of which {video.fps:g} frames per second are seen, at most"
-            f" {video.max_frames:,}; every two of them are one of the images"
+            f"Videos   {data.videos:,}, sampled at {video.fps:g} frames per second, at most"
+            f" {video.max_frames:,} frames; every two frames count as one image"
         )
     processor = profile.inputs.image and profile.inputs.image.processor
     if processor and processor.fixed_px:
         height, width = processor.fixed_px
         tiles = "tiles " if processor.tiling else ""
         console.say(
-            f"         all {tiles}of {width} × {height} pixels, as the model's processor makes them"
+            f"         all {tiles}of {width} × {height} pixels, resized by the model's processor"
         )
     elif profile.inputs.image and data.scaled_down is not None:
         console.say(
@@ -230,7 +230,7 @@ def _render(console: Console, profile: Profile, path: Path, passes: str) -> None
     if data.clips:
         console.say(
             f"Audio    {data.clips:,} clips ({data.clips / data.sequences:.1f} per sequence), "
-            f"{profile.preprocess.clips_per_s_per_core:,.0f}/s and core made into features"
+            f"{profile.preprocess.clips_per_s_per_core:,.0f}/s per core converted to features"
         )
     console.say(
         f"Decoding {profile.preprocess.images_per_s_per_core:,.0f} images/s and "
@@ -241,7 +241,7 @@ def _render(console: Console, profile: Profile, path: Path, passes: str) -> None
         links.append(("between nodes", profile.links.inter_node))
     console.table(
         "Links, Gbit/s and µs",
-        ["", "one to one", "all-reduce", "all-gather", "reduce-scatter"],
+        ["", "point to point", "all-reduce", "all-gather", "reduce-scatter"],
         [[where, *_link_cells(times)] for where, times in links],
     )
     console.table(
@@ -272,7 +272,7 @@ def _measuring_line(measuring: Measuring) -> str:
     if measured < drawn:
         line += "; the rest is interpolated"
     over = (
-        ", which starting and the first sizes of everything exceed"
+        ", exceeded by starting and the first sizes"
         if measuring.spent_s > measuring.budget_s + 1.0
         else ""
     )

@@ -26,8 +26,7 @@ class Drift(Struct, frozen=True, kw_only=True):
         """One sentence for the user."""
         change = "" if self.change_pct is None else f" ({self.change_pct:+.0f} %)"
         since = "" if self.from_step is None else f", from step {self.from_step} on"
-        made_for = f"{self.planned:.3g}" if self.planned else "none"
         return (
             f"The data have {self.seen:.3g} {self.what} instead of the planned"
-            f" {made_for}{change}{since}"
+            f" {self.planned:.3g}{change}{since}"
         )
