@@ -117,7 +117,7 @@ def test_a_rehearsal_is_announced_before_its_verdict(run_dir, tmp_path, capsys):
         "Injected: slow stage (llm stage 1, × 1.2)."
     )
     assert lines[1] == json.loads(call([traces, "--json"], capsys)[1])["verdict"]["headline"]
-    assert "Rehearsed: 2 processes" in (tmp_path / "report.html").read_text()
+    assert "Rehearsal: 2 processes" in (tmp_path / "report.html").read_text()
 
 
 def test_sql_answers_as_a_table_or_as_json(run_dir, capsys):

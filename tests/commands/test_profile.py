@@ -123,7 +123,7 @@ def test_the_data_are_summed_up_and_changes_refused_until_told_otherwise(indexed
         "41 samples in",
         "sequences of 256 tokens (",
         " % full), 1 skipped",
-        "and of sample ends trained",
+        "trained including ends of samples",
         "skipped data/mixed/00002.tar/bad: not valid JSON",
         "scaled down to the budget of 1,024 pixels",
         "ignored: member `.cls` in 1 records",

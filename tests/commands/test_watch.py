@@ -68,7 +68,7 @@ def test_a_run_that_is_over_is_looked_at_once(runs, capsys, once):
     assert (
         code == 0 and "Rank 3 (llm, stage 1, replica 0) is slower than its work explains" in first
     )
-    assert "steps 1 to 7" in first and "% sure" in first
+    assert "steps 1 to 7" in first and "% confidence" in first
     assert "Check the device" in advice and "Next: disttrain analyze" in following
     assert ("Watching" in err) == (not once)
 

@@ -85,7 +85,7 @@ def test_missing_empty_and_unknown_sources(tmp_path: Path) -> None:
         list_source(str(tmp_path), "data.sources[0].path: here")
     assert (
         "a.tar.gz, but dataset_info.json" in str(caught.value)
-        and "Unpack" in caught.value.next_step
+        and "Decompress" in caught.value.next_step
     )
     with pytest.raises(DataError, match=r"format of .*gz is unknown") as caught:
         list_source(str(tmp_path / "a.tar.gz"), "f")

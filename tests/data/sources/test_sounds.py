@@ -84,7 +84,7 @@ def test_tars_of_clips_with_transcripts_and_interleaved(tmp_path: Path) -> None:
         ([("bad.wav", sound("aiff")), ("bad.txt", b"x")], "another format: AIFF"),
         ([interleaved("bad", clip("gone.wav"))], "the file gone.wav is missing"),
         ([interleaved("bad", clip("p.jpg")), ("p.jpg", encoded(20, 20))], "p.jpg is not a sound"),
-        ([interleaved("bad", image("s.wav")), ("s.wav", sound())], "s.wav is no image"),
+        ([interleaved("bad", image("s.wav")), ("s.wav", sound())], "s.wav is not an image"),
         ([interleaved("bad", {"type": "audio"})], "image or audio or video with `file`"),
     ],
 )

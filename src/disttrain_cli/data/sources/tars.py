@@ -577,7 +577,7 @@ def _header(member: Member, media: str) -> Header:
     if isinstance(member.content, str):
         raise ValueError(member.content)
     if not isinstance(member.content, Header) or member.content.media != media:
-        raise ValueError(f"{member.name} is not a {'sound' if media == 'audio' else media}")
+        raise ValueError(f"{member.name} is not {_a('sound' if media == 'audio' else media)}")
     return member.content
 
 
