@@ -5,6 +5,9 @@ Prints an entry for `curves` in templates/hardware.yaml. A kernel's time is take
 by themselves, and each fraction is what is left of the times of its operators, forward and
 backward, at the sizes that models here have. Medians; bf16.
 
+Each fraction is measured twice: in short bursts, and sustained, after seconds of full load, without
+a pause, as training runs.
+
 The catalogue's curve of Hopper was measured so on an H100, and corrected by what its layers take
 (benchmarks/README.md); the others are published figures (see their sources).
 """
@@ -17,6 +20,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 import torch
 from torch.nn import functional
@@ -30,9 +34,12 @@ from torch.utils.flop_counter import (
 
 from disttrain_cli.costs.hardware import Device, lookup
 from disttrain_cli.errors import DisttrainError
+from disttrain_cli.profiling.sustained import passes_for
 
 REPEATS = 20
 WARM_UP_S = 1.0
+LOAD_S = 3.0  # of full load before what is sustained is measured
+SUSTAINED_S = 0.3  # of each operator then
 # Rows, inputs, outputs: Llama 7B and 70B whole and at TP 8, ViT-Huge.
 PRODUCTS = (
     (8192, 4096, 4096),
@@ -71,59 +78,75 @@ class Case:
     flops: float  # of forward and backward, as they run
 
 
-def measure(device: torch.device, known: Device, small: bool = False) -> dict[str, float]:
+Seconds = Callable[[Callable[[], object]], float]
+
+
+def measure(device: torch.device, known: Device, small: bool = False) -> dict[str, Any]:
     """Fractions and launch time of a device with these peaks; `small` takes one case of each,
-    shrunk 32 times."""
+    shrunk 32 times, for hardly any time."""
     shrink, cases = (32, 1) if small else (1, None)
+    shorter = 0.01 if small else 1.0
     deadline = time.perf_counter() + (0.0 if small else WARM_UP_S)
     while time.perf_counter() < deadline:
         torch.randn(4096, 4096, device=device) @ torch.randn(4096, 4096, device=device)
     launch_s = _launch_s(device)
     source = torch.zeros(COPY_BYTES // shrink**2, dtype=torch.uint8, device=device)
-    bandwidth = (
-        2.0 * source.numel() / max(_seconds(device, lambda: source.clone()) - launch_s, 1e-9)
-    )
-
-    def fraction(made: list[Case]) -> float:
-        """Peak's share that is left when launches and bytes are taken off."""
-        return median(_rate(device, case, launch_s, bandwidth) for case in made) / (
-            known.peak_tflops * 1e12
-        )
-
-    products = [_product(device, *(size // shrink for size in sizes)) for sizes in PRODUCTS[:cases]]
-    attentions = [
-        _attention(device, n, heads, length // shrink, width, causal)
-        for n, heads, length, width, causal in ATTENTIONS[:cases]
-    ]
-    convolutions = [
-        _convolution(device, n, inputs // shrink, outputs // shrink, side // shrink)
-        for n, inputs, outputs, side in CONVOLUTIONS[:cases]
-    ]
-    return {
-        "product": fraction(products),
-        "attention": fraction(attentions),
-        "convolution": fraction(convolutions),
-        "memory": bandwidth / (known.memory_gbytes_s * 1e9),
-        "launch_us": 1e6 * launch_s,
+    kinds = {
+        "product": [
+            _product(device, *(size // shrink for size in sizes)) for sizes in PRODUCTS[:cases]
+        ],
+        "attention": [
+            _attention(device, n, heads, length // shrink, width, causal)
+            for n, heads, length, width, causal in ATTENTIONS[:cases]
+        ],
+        "convolution": [
+            _convolution(device, n, inputs // shrink, outputs // shrink, side // shrink)
+            for n, inputs, outputs, side in CONVOLUTIONS[:cases]
+        ],
     }
+
+    def fractions(seconds: Seconds) -> dict[str, float]:
+        """Peak's shares that are left when launches and bytes are taken off, and the memory's."""
+        bandwidth = 2.0 * source.numel() / max(seconds(source.clone) - launch_s, 1e-9)
+        return {
+            kind: median(_rate(seconds, case, launch_s, bandwidth) for case in made)
+            / (known.peak_tflops * 1e12)
+            for kind, made in kinds.items()
+        } | {"memory": bandwidth / (known.memory_gbytes_s * 1e9)}
+
+    burst = fractions(lambda call: _seconds(device, call))
+    steps = [_both(case) for made in kinds.values() for case in made]
+    _sustained(device, lambda: [step() for step in steps], shorter * LOAD_S)
+    sustained = fractions(lambda call: _sustained(device, call, shorter * SUSTAINED_S))
+    return burst | {"launch_us": 1e6 * launch_s, "sustained": sustained}
 
 
 def _seconds(device: torch.device, call: Callable[[], object]) -> float:
-    """Median seconds of a call on the device."""
-    times = []
-    for _ in range(REPEATS + 1):
-        if device.type == "cuda":
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            call()
-            end.record()
-            torch.cuda.synchronize(device)
-            times.append(begin.elapsed_time(end) * 1e-3)
-        else:
-            start = time.perf_counter()
-            call()
-            times.append(time.perf_counter() - start)
+    """Median seconds of a call on the device, which is waited for after each."""
+    times = [_elapsed_s(device, call, 1) for _ in range(REPEATS + 1)]
     return median(times[1:])
+
+
+def _sustained(device: torch.device, call: Callable[[], object], seconds: float) -> float:
+    """Mean seconds of calls that keep the device busy for some time without a pause."""
+    once_s = _elapsed_s(device, call, 1)
+    return _elapsed_s(device, call, passes_for(seconds, once_s))
+
+
+def _elapsed_s(device: torch.device, call: Callable[[], object], times: int) -> float:
+    """Mean seconds of calls that are queued at once."""
+    if device.type != "cuda":
+        start = time.perf_counter()
+        for _ in range(times):
+            call()
+        return (time.perf_counter() - start) / times
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(times):
+        call()
+    end.record()
+    torch.cuda.synchronize(device)
+    return float(begin.elapsed_time(end)) * 1e-3 / times
 
 
 def _launch_s(device: torch.device) -> float:
@@ -144,16 +167,18 @@ def _launch_s(device: torch.device) -> float:
     return _seconds(device, graph.replay) / TINY_KERNELS
 
 
-def _rate(device: torch.device, case: Case, launch_s: float, bandwidth: float) -> float:
+def _both(case: Case) -> Callable[[], object]:
+    """Its forward and backward."""
+    seed = torch.ones_like(case.forward())
+    return lambda: torch.autograd.grad(case.forward(), case.inputs, seed)
+
+
+def _rate(seconds: Seconds, case: Case, launch_s: float, bandwidth: float) -> float:
     """FLOPs per second of a forward and backward, without launches and the bytes of inputs, outputs
     and gradients."""
-    seed = torch.ones_like(case.forward())
-
-    def both() -> None:
-        torch.autograd.grad(case.forward(), case.inputs, seed)
-
-    moved = 3 * sum(tensor.numel() * tensor.element_size() for tensor in [*case.inputs, seed])
-    taken_s = _seconds(device, both) - KERNELS * launch_s - moved / bandwidth
+    tensors = [*case.inputs, case.forward()]
+    moved = 3 * sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    taken_s = seconds(_both(case)) - KERNELS * launch_s - moved / bandwidth
     return case.flops / max(taken_s, 1e-9)
 
 
@@ -200,9 +225,15 @@ def _convolution(device: torch.device, items: int, inputs: int, outputs: int, si
     return Case(lambda: functional.conv2d(image, weight, padding=1), [image, weight], flops)
 
 
-def entry(name: str, found: dict[str, float]) -> str:
+def entry(name: str, found: dict[str, Any]) -> str:
     """The measured curve as the catalogue writes it."""
-    lines = [f"  {name}:", *(f"    {key}: {value:.3f}" for key, value in found.items())]
+    burst = {key: value for key, value in found.items() if key != "sustained"}
+    sustained = ", ".join(f"{key}: {value:.3f}" for key, value in found["sustained"].items())
+    lines = [
+        f"  {name}:",
+        *(f"    {key}: {value:.3f}" for key, value in burst.items()),
+        f"    sustained: {{{sustained}}}",
+    ]
     source = (
         f"calibrated: python -m benchmarks.efficiency, torch {torch.__version__},"
         f" {time.strftime('%Y-%m-%d')}"

@@ -32,6 +32,7 @@ from benchmarks import (
     levelling,
     memory,
     ordering,
+    peers,
     planner,
     recipes,
     rehearsal,
@@ -47,7 +48,7 @@ from benchmarks import (
 from benchmarks.list_schedule import Batch, Group, Rules, ends_s
 from benchmarks.placements import Knobs, Shape, case_of
 from disttrain_cli.analysis.result.verdicts import Place, Verdict
-from disttrain_cli.costs.hardware import Curve, lookup
+from disttrain_cli.costs.hardware import Curve, Efficiency, lookup
 from disttrain_cli.planning.solve import cluster_of
 from disttrain_cli.spec.plan import Layout, UnitPlan
 from tests.analysis import synthetic
@@ -345,9 +346,12 @@ def test_efficiency_measures_every_figure_of_a_curve():
     import yaml
 
     found = efficiency.measure(torch.device("cpu"), lookup("A800"), small=True)
-    assert all(value > 0 for value in found.values())
+    sustained = found.pop("sustained")
+    assert all(value > 0 for value in [*found.values(), *sustained.values()])
+    found["sustained"] = sustained
     (curve,) = yaml.safe_load(efficiency.entry("here", found)).values()
     assert curve.keys() == Curve.model_fields.keys() and "calibrated" in curve["source"]
+    assert curve["sustained"].keys() == Efficiency.model_fields.keys()
 
 
 def test_a_wait_is_a_share_of_its_own_step():
@@ -511,6 +515,68 @@ def test_stock_pipeline():
     for row in only(stock_pipeline.measure(small=True)):
         assert row["CPU ratio"] > 0 and row["wall ratio"] > 0
         assert row["first loss, disttrain"] == pytest.approx(row["first loss, DeepSpeed"], rel=1e-5)
+
+
+def peer(way, number, rate, *losses):
+    """A run of `benchmarks.peers` on a CPU."""
+    return {
+        "way": way,
+        "round": number,
+        "cpu_s_per_1000_tokens": rate,
+        "host_gib": 2.0,
+        "first_step_s": 4.0,
+        "first_step_cpu_s": 3.0,
+        "losses": losses,
+    }
+
+
+def test_peers_are_compared_within_their_rounds():
+    """Losses after the first are those of other sums; a round without disttrain has no ratio."""
+    runs = [
+        peer("disttrain", 0, 1.0, 6.0, 5.0, 4.0, 3.0),
+        peer("Trainer", 0, 2.0, 6.0, 5.0, 4.0, 2.0),
+        peer("disttrain", 1, 2.0, 6.0, 5.0, 4.0),
+        peer("Trainer", 1, 2.0, 6.0, 5.0, 4.00002),
+        peer("Trainer", 2, 9.0, 6.0, 5.0, 4.0),
+        {"way": "Trainer, compiled", "round": 0, "error": "not finished"},
+    ]
+    ours, row = peers.table_of("cpu", runs)
+    assert ours["same work"] and ours["cpu_s_per_1000_tokens, over disttrain"] == 1.0
+    assert row["rounds"] == 3 and row["cpu_s_per_1000_tokens"] == 2.0
+    assert row["cpu_s_per_1000_tokens, over disttrain"] == 1.5 and row["same work"]
+    assert not peers.table_of("cpu", [runs[0], peer("Trainer", 0, 1.0, 6.0, 5.1, 4.0)])[1][
+        "same work"
+    ]
+
+
+def test_a_peer_takes_smaller_microbatches_until_they_fit(tmp_path, monkeypatch):
+    def prepared(command, limit_s):
+        Path(command[-1], "work.json").write_text('{"microbatch": 8, "tokens": [9]}')
+        return 0, ""
+
+    def run(way, device, folder, microbatch, limit_s, tokens):
+        fits = way == peers.OURS or microbatch <= 2
+        return {"seconds": 1.0, "microbatch": microbatch} | (
+            {} if fits else {"error": "CUDA out of memory"}
+        )
+
+    monkeypatch.setattr(peers, "_finish", prepared)
+    monkeypatch.setattr(peers, "_run", run)
+    result = {}
+    assert len(list(peers.measure_part("llm", "cpu", 60.0, result))) == len(result["runs"]) + 1
+    trainers = [run["microbatch"] for run in result["runs"] if run["way"] != peers.OURS]
+    assert trainers == [2] * len(trainers) and len(trainers) > 2
+
+
+@pytest.mark.slow
+def test_peers_do_the_same_work(tmp_path, monkeypatch):
+    monkeypatch.setattr(peers, "ROUNDS", {"cpu": 1})
+    monkeypatch.setattr(peers, "ways", lambda device: {"Trainer": ("sdpa", "eager")})
+    out = tmp_path / "peers.json"
+    assert peers.measure(["vlm"], "cpu", 600.0, out)
+    ours, trainer = json.loads(out.read_text())["vlm"]["table"]
+    assert trainer["same work"] and ours["way"] == "disttrain"
+    assert min(ours["host_gib"], trainer["cpu_s_per_1000_tokens"], ours["first_step_s"]) > 0
 
 
 @pytest.mark.slow

@@ -93,6 +93,7 @@ def test_aims_are_stated_with_what_was_measured():
             "figures": {
                 "planned": {"peak_gib": [40.0]},
                 "train": {"mfu": 0.49, "memory_gib": 38.5},
+                "prediction": {"error": -0.06},
             }
         },
     }
@@ -101,6 +102,9 @@ def test_aims_are_stated_with_what_was_measured():
         ("block_70b", "at least 0.55", None),
         ("large", "at least 0.5", False),
         ("large", "at most 0.05", True),
+        ("large", "at most 0.05", False),
+        ("multimodal", "at most 0.05", None),
+        ("multimodal", "at most 0.05", None),
     ]
     assert not any(aim["reached"] is not None for aim in aims({}))
 
@@ -197,7 +201,10 @@ def test_an_unknown_part_is_refused_with_those_that_there_are(tmp_path):
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 2 and "unknown parts: nothing; there are tests, nccl" in done.stderr
+    assert (
+        done.returncode == 2
+        and "unknown parts: nothing; there are tests, collectives" in done.stderr
+    )
 
 
 def test_what_a_bare_machine_needs_is_pinned_and_holds_nothing_that_only_torch_needs():
@@ -249,6 +256,12 @@ def test_scipy_is_no_distribution_without_what_goes_with_pictures(tmp_path):
     }
 
 
+def test_collectives_between_two_ranks(setting):
+    figures = run_part("collectives", setting)
+    assert figures["joined"]["ranks"] == 2 and len(figures) == 6
+    assert all(one["bus_gbytes_s"] > 0 for name, one in figures.items() if name != "joined")
+
+
 @pytest.mark.slow
 def test_layouts_of_six_ranks_next_to_one(setting):
     figures = run_part("nccl", setting)
@@ -257,19 +270,25 @@ def test_layouts_of_six_ranks_next_to_one(setting):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", ["chain", "shared", "large"])
+@pytest.mark.parametrize("part", ["chain", "shared", "large", "multimodal"])
 def test_whole_commands(part, setting, monkeypatch):
     """On texts alone, as without OpenCV; ranks are watched for synchronisations, of which a CPU
     knows none."""
-    monkeypatch.setattr(jobs, "find_spec", lambda name: name == "duckdb")
+    there = {"duckdb", "cv2"} if part == "multimodal" else {"duckdb"}
+    monkeypatch.setattr(jobs, "find_spec", lambda name: name in there)
     figures = run_part(part, setting)
     assert figures["train"]["code"] == 0 and figures["train"]["memory_gib"] > 0
     assert figures["planned"]["gpus"] == (2 if part == "shared" else 1)
-    if part != "shared":
-        assert (setting.folder / "synchronisations-0.json").read_text() == "{}"
     if part == "chain":
+        assert (setting.folder / "synchronisations-0.json").read_text() == "{}"
         assert (
             figures["analyze"]["verdict"]["headline"] and figures["train"]["synchronisations"] == []
         )
-    if part == "large":
-        assert figures["resume"]["from"] == 4 and figures["resume"]["steps"] == 2
+        assert figures["resume"]["from"] == 6 and figures["resume"]["steps"] == 2
+    if part in ("large", "multimodal"):
+        assert not list(setting.folder.glob("runs/*/checkpoints/*"))
+        measured, predicted = (
+            figures["prediction"][f"{name}_s"] for name in ("measured", "predicted")
+        )
+        assert figures["prediction"]["error"] == pytest.approx(measured / predicted - 1)
+        assert figures["analyze"]["operations"] and figures["train"]["clocks"] == {"throttle": []}

@@ -8,6 +8,7 @@ from typing import Any
 BLOCK_MFU = 0.55  # a block of 8,192 tokens in bf16, of the dense peak
 MODEL_MFU = 0.50
 MEMORY_ERROR = 0.05  # of a step's peak, either way from the plan's
+STEP_ERROR = 0.05  # of a step, either way from what the device's own profile says
 
 
 def aims(parts: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -16,7 +17,14 @@ def aims(parts: Mapping[str, Any]) -> list[dict[str, Any]]:
     rows = [
         *((name, "mfu", BLOCK_MFU, _at(figures, name, "one_document", "mfu")) for name in _BLOCKS),
         ("large", "mfu", MODEL_MFU, _at(figures, "large", "train", "mfu")),
-        ("large", "memory_error", MEMORY_ERROR, _memory_error(figures)),
+        *(
+            row
+            for part in ("large", "multimodal")
+            for row in (
+                (part, "memory_error", MEMORY_ERROR, _memory_error(figures, part)),
+                (part, "step_error", STEP_ERROR, _step_error(figures, part)),
+            )
+        ),
     ]
     return [
         {
@@ -37,10 +45,15 @@ def aims(parts: Mapping[str, Any]) -> list[dict[str, Any]]:
 _BLOCKS = ("block_7b", "block_70b")
 
 
-def _memory_error(figures: Mapping[str, Any]) -> float | None:
+def _step_error(figures: Mapping[str, Any], part: str) -> float | None:
+    error = _at(figures, part, "prediction", "error")
+    return None if error is None else abs(error)
+
+
+def _memory_error(figures: Mapping[str, Any], part: str) -> float | None:
     measured, planned = (
-        _at(figures, "large", "train", "memory_gib"),
-        _at(figures, "large", "planned", "peak_gib"),
+        _at(figures, part, "train", "memory_gib"),
+        _at(figures, part, "planned", "peak_gib"),
     )
     return None if measured is None or planned is None else abs(measured / max(planned) - 1.0)
 

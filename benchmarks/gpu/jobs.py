@@ -1,5 +1,5 @@
 """Whole commands on one device: the chain, two ranks that share it, a model of a billion weights,
-no memory left."""
+no memory left, an encoder, an LLM and a generator together."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import torch
@@ -18,13 +20,16 @@ import yaml
 
 from benchmarks.gpu.setting import Figures, Setting
 from benchmarks.gpu.surroundings import ROOT, environment
+from disttrain_cli.data.sample_data import write_shard
+from disttrain_cli.spec.trace import throttle_reasons
 from disttrain_cli.spec.whole import write_whole
 
 TAIL = 3000  # characters kept of what a command said
-#: `disttrain` whose ranks count synchronisations (`benchmarks.gpu.rank`).
-WATCHED = (
-    "import disttrain_cli.runtime.train as train; train.TRAIN = 'benchmarks.gpu.rank:main'; "
+#: `disttrain` whose ranks count synchronisations, or save nothing (`benchmarks.gpu.rank`).
+WATCHED, UNSAVED = (
+    f"import disttrain_cli.runtime.train as train; train.TRAIN = 'benchmarks.gpu.rank:{main}'; "
     "from disttrain_cli.__main__ import main; main()"
+    for main in ("main", "unsaved")
 )
 #: About a billion weights.
 BILLION = {
@@ -36,6 +41,8 @@ BILLION = {
     "intermediate_size": 5632,
     "tie_word_embeddings": False,
 }
+#: Layers of that LLM beside ViT-Huge and Stable Diffusion 2.1, with which it fits into 80 GB.
+LAYERS_BESIDE = 14
 LITTLE = {
     "vocab_size": 272,
     "hidden_size": 64,
@@ -47,12 +54,12 @@ LITTLE = {
 }
 
 
-def disttrain(setting: Setting, *words: str, watched: bool = False) -> Figures:
+def disttrain(setting: Setting, *words: str, program: str | None = None) -> Figures:
     """Run a command in the part's folder: seconds, exit code, and its JSON or what it said."""
-    program = ["-c", WATCHED] if watched else ["-m", "disttrain_cli"]
+    started = ["-m", "disttrain_cli"] if program is None else ["-c", program]
     start = time.perf_counter()
     done = subprocess.run(
-        [sys.executable, *program, *words, "--json"],
+        [sys.executable, *started, *words, "--json"],
         cwd=setting.folder,
         capture_output=True,
         text=True,
@@ -113,7 +120,7 @@ def _planned(folder: Path, name: str) -> Figures:
 
 
 def chain(setting: Setting) -> None:
-    """profile, plan, train with torch's profile of two steps, analyze.
+    """profile, plan, train with torch's profile of two steps, save, resume, analyze.
 
     Of the tiny preset; without scikit-learn (its data) or OpenCV an LLM on texts, without duckdb no
     `analyze`.
@@ -136,7 +143,16 @@ def chain(setting: Setting) -> None:
         )
     else:
         texts(setting, LITTLE, 256, {})
-    _steps(setting, "6" if setting.small else "20", "--profile-steps", "2:4")
+    steps = 6 if setting.small else 20
+    _steps(setting, steps, "--profile-steps", "2:4", program=WATCHED)
+    counted = {
+        "synchronisations": synchronisations(setting.folder),
+        "allocators": allocators(setting.folder),
+    }
+    setting.tell("train", setting.figures["train"] | counted)
+    done = disttrain(setting, "train", "--resume", "--steps", str(steps + 2))
+    resumed = _trained(done) | {"from": done.get("said", {}).get("resumed_from_step")}
+    _must(setting, "resume", done, resumed)
     if not find_spec("duckdb"):
         setting.tell("analyze", "left out: duckdb is not installed")
         return
@@ -144,22 +160,59 @@ def chain(setting: Setting) -> None:
     _must(setting, "analyze", found, {"verdict": found.get("said", {}).get("verdict")})
 
 
-def _steps(setting: Setting, steps: str, *more: str) -> None:
+def _steps(setting: Setting, steps: int, *more: str, program: str) -> None:
+    """profile, plan, train: the step as planned from the device's own profile, and as measured."""
     for command in ("profile", "plan"):
         _must(setting, command, disttrain(setting, command), {})
     name = yaml.safe_load((setting.folder / "disttrain.yaml").read_text())["name"]
-    setting.tell("planned", _planned(setting.folder, name))
-    done = disttrain(setting, "train", "--steps", steps, *more, watched=True)
-    _must(
-        setting,
-        "train",
-        done,
-        _trained(done)
-        | {
-            "synchronisations": synchronisations(setting.folder),
-            "allocators": allocators(setting.folder),
+    run = setting.folder / "runs" / name
+    device = json.loads((run / "profile.json").read_text())["device"]
+    planned = _planned(setting.folder, name)
+    setting.tell("profiled", {key: device[key] for key in PROFILED})
+    setting.tell("planned", planned)
+    done = disttrain(setting, "train", "--steps", str(steps), *more, program=program)
+    trained = _trained(done)
+    _must(setting, "train", done, trained | {"clocks": _clocks(run / "traces")})
+    predicted_s, measured_s = planned["iteration_s"], trained["iteration_s"]
+    setting.tell(
+        "prediction",
+        {
+            "predicted_s": predicted_s,
+            "measured_s": measured_s,
+            "error": measured_s / predicted_s - 1,
         },
     )
+
+
+PROFILED = ("sm_mhz", "power_w", "throttle", "optimizer_ns_per_parameter")
+
+
+def _clocks(traces: Path) -> Figures:
+    """The devices' state in the steps after the first: mean clock and power, all reasons."""
+    import pyarrow.parquet as pq
+
+    rows = [
+        row
+        for segment in traces.glob("rank-*/segment-*.parquet")
+        for row in pq.read_table(
+            segment, columns=["step", "sm_mhz", "power_w", "throttle"]
+        ).to_pylist()
+        if row["sm_mhz"] and row["step"]
+    ]
+    return {key: mean(row[key] for row in rows) for key in ("sm_mhz", "power_w") if rows} | {
+        "throttle": sorted({name for row in rows for name in throttle_reasons(row["throttle"])})
+    }
+
+
+def _explained(setting: Setting) -> None:
+    """Where prediction and measurement differ, by operation, as `analyze` has it."""
+    if not find_spec("duckdb"):
+        setting.tell("analyze", "left out: duckdb is not installed")
+        return
+    found = disttrain(setting, "analyze")
+    said = found.get("said", {})
+    rows = {key: said.get(key) for key in ("predicted_vs_measured", "operations")}
+    _must(setting, "analyze", found, rows | {"verdict": said.get("verdict")})
 
 
 def texts(
@@ -207,21 +260,76 @@ def shared(setting: Setting) -> None:
 
 
 def large(setting: Setting) -> None:
-    """A model of a billion weights in bf16: MFU, memory beside the plan's, synchronisations, save,
-    resume; then the same with most of the device's memory taken, which must end with a message.
+    """A model of a billion weights in bf16: step, memory and MFU beside the plan's, without saving;
+    then the same with most of the device's memory taken, which must end with a message.
     """
     size, length = (LITTLE, 256) if setting.small else (BILLION, 4096)
     texts(setting, size, length, {"global_batch_size": 4 if setting.small else 16})
-    _steps(setting, "4" if setting.small else "8")
-    done = disttrain(setting, "train", "--resume", "--steps", "6" if setting.small else "10")
-    _must(
-        setting,
-        "resume",
-        done,
-        _trained(done) | {"from": done.get("said", {}).get("resumed_from_step")},
-    )
+    _steps(setting, 4 if setting.small else 16, program=UNSAVED)
+    _explained(setting)
     if setting.kind == "cuda":
         setting.tell("out_of_memory", out_of_memory(setting))
+
+
+def multimodal(setting: Setting) -> None:
+    """An encoder, an LLM and a generator on one device: step and memory beside the plan's."""
+    if not find_spec("cv2"):
+        setting.tell("left_out", "OpenCV is not installed")
+        return
+    preset = "tiny" if setting.small else "mllm-9b"
+    text = (files("disttrain_cli") / "templates" / "presets" / f"{preset}.yaml").read_text()
+    model, side = yaml.safe_load(text)["model"], 64 if setting.small else 512
+    if not setting.small:
+        model["modules"]["llm"]["config"] = BILLION | {"num_hidden_layers": LAYERS_BESIDE}
+    write_shard(setting.folder / "pictures" / "00000.tar", _pictures(48, side))
+    run = {
+        "version": 1,
+        "name": "multimodal",
+        "model": model,
+        "data": {
+            "sources": [{"path": "pictures"}],
+            "tokenizer": "bytes",
+            "sequence_length": 512 if setting.small else 2048,
+            "max_image_pixels": side * side,
+        },
+        "cluster": {"nodes": 1, "gpus_per_node": 1, "device": setting.kind},
+        "train": {
+            "global_batch_size": 4 if setting.small else 16,
+            "steps": 1000,
+            "precision": "fp32" if setting.small else "bf16",
+            "optimizer": {"lr": 1e-4},
+        },
+    }
+    write_whole(setting.folder / "disttrain.yaml", yaml.safe_dump(run, sort_keys=False))
+    _steps(setting, 4 if setting.small else 12, program=UNSAVED)
+    _explained(setting)
+
+
+def _pictures(count: int, side: int) -> list[list[tuple[str, bytes]]]:
+    """Samples of two to four square pictures to be read, and one to be drawn."""
+    import cv2
+    import numpy as np
+
+    random = np.random.default_rng(0)
+    samples = []
+    for number in range(count):
+        names = [f"{number:06d}.{index}.jpg" for index in range(random.integers(3, 6))]
+        colours = random.integers(0, 256, (len(names), 16, 16, 3), dtype=np.uint8)
+        pictures = [
+            cv2.imencode(".jpg", cv2.resize(one, (side, side)))[1].tobytes() for one in colours
+        ]
+        segments = [
+            {"type": "image", "file": name, "generate": name == names[-1]} for name in names
+        ]
+        words = {"type": "text", "value": "a picture of colours " * 4}
+        record = {"segments": [*segments[:-1], words, segments[-1]]}
+        samples.append(
+            [
+                (f"{number:06d}.json", json.dumps(record).encode()),
+                *zip(names, pictures, strict=True),
+            ]
+        )
+    return samples
 
 
 def out_of_memory(setting: Setting, left_gib: float = 6.0) -> Figures:

@@ -21,7 +21,7 @@ from disttrain_cli.models.graph import LayerInfo, build_layers, describe, layer_
 from disttrain_cli.models.layer import Batch, PipelineLayer
 from disttrain_cli.models.operators import layer_operators
 from disttrain_cli.models.probe import probe_batch, state_at
-from disttrain_cli.profiling.compute import Stopwatch, run_module
+from disttrain_cli.profiling.compute import Stopwatch, time_module
 from disttrain_cli.profiling.trial import first_of_kinds
 from disttrain_cli.spec.runfile import Run
 
@@ -91,7 +91,7 @@ def _times(setting: Setting, layers: Layers) -> Figures:
     def once() -> list[tuple[float, float]]:
         for layer in layers.built:
             layer.zero_grad()
-        return run_module(layers.built, layers.state, layers.batch, stopwatch)
+        return time_module(layers.built, layers.state, layers.batch, stopwatch)
 
     calls_ms = []
     for _ in range(2):
@@ -138,7 +138,7 @@ def _bytes(setting: Setting, layers: Layers) -> Figures:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        run_module(layers.built, layers.state, layers.batch, Stopwatch(setting.device))
+        time_module(layers.built, layers.state, layers.batch, Stopwatch(setting.device))
         figures["peak_mib"] = (torch.cuda.max_memory_allocated() - before) / MIB
         figures["reserved_over_allocated_mib"] = (
             torch.cuda.max_memory_reserved() - torch.cuda.max_memory_allocated()
@@ -195,7 +195,7 @@ def kernels(setting: Setting, layers: Layers, most: int = 12) -> list[Figures]:
 
     activity = ProfilerActivity.CUDA if setting.kind == "cuda" else ProfilerActivity.CPU
     with profile(activities=[activity]) as found:
-        run_module(layers.built, layers.state, layers.batch, Stopwatch(setting.device))
+        time_module(layers.built, layers.state, layers.batch, Stopwatch(setting.device))
     side = "self_device_time_total" if setting.kind == "cuda" else "self_cpu_time_total"
     rows = sorted(found.key_averages(), key=lambda row: -getattr(row, side))
     return [

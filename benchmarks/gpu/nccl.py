@@ -112,7 +112,7 @@ def nccl(setting: Setting) -> None:
         (RANKS, False, again),
     ):
         logs = setting.folder / "logs" / f"{ranks}-{ordered}"
-        payload = {"cases": named, "kind": setting.kind, "ordered": ordered}
+        payload = {"cases": named, "device": setting.kind, "ordered": ordered}
         started = time.monotonic()
         launch(ranks, f"{__name__}:rank", payload, logs, timeout_s=LIMIT_S)
         setting.tell(
@@ -158,11 +158,11 @@ def before_fork(payload: dict[str, Any]) -> None:
 def rank(payload: dict[str, Any]) -> None:
     """Train every case as one of the ranks; rank 0 leaves losses, norms and seconds."""
     buckets.BUCKET_NUMBERS = BUCKET_NUMBERS
-    if payload["kind"] == "cuda":
+    if payload["device"] == "cuda":
         if not payload["ordered"]:
             os.environ["NCCL_LAUNCH_ORDER_IMPLICIT"] = "0"
         print(set_cuda_environment(RANKS), flush=True)
-    device = rank_device(payload["kind"])
+    device = rank_device(payload["device"])
     with joined(device, LIMIT_S, store=rendezvous(timedelta(seconds=LIMIT_S))) as device:
         in_order = device.type == "cuda" or dist.get_world_size() == 1
         for case in payload["cases"].values():

@@ -10,6 +10,7 @@ import torch
 
 from benchmarks.gpu import jobs, modules
 from benchmarks.gpu import nccl as layouts
+from benchmarks.gpu.collectives import collectives
 from benchmarks.gpu.setting import Figures, Setting
 from disttrain_cli.models.host import use_cuda
 
@@ -63,8 +64,8 @@ def unet(setting: Setting) -> None:
 
 
 def curve(setting: Setting) -> None:
-    """What kernels reach of the device's peaks: an entry for `curves` in
-    templates/hardware.yaml."""
+    """What kernels reach of the device's peaks, in bursts and under full load: an entry for
+    `curves` in templates/hardware.yaml."""
     from benchmarks import efficiency
 
     known = efficiency.lookup(
@@ -77,6 +78,7 @@ def curve(setting: Setting) -> None:
 
 PARTS: dict[str, Callable[[Setting], None]] = {
     "tests": jobs.pytest,
+    "collectives": collectives,
     "nccl": layouts.nccl,
     "block_7b": partial(block, preset="mllm-9b"),
     "head": head,
@@ -85,6 +87,7 @@ PARTS: dict[str, Callable[[Setting], None]] = {
     "chain": jobs.chain,
     "shared": jobs.shared,
     "large": jobs.large,
+    "multimodal": jobs.multimodal,
     "block_70b": partial(block, preset="mllm-72b"),
     "curve": curve,
 }

@@ -1,5 +1,5 @@
-"""A training rank that counts where the host waits for the device: torch's warnings, by line of
-ours or DeepSpeed's."""
+"""Training ranks of these benchmarks: one counts where the host waits for the device (torch's
+warnings, by line of ours or DeepSpeed's), one saves nothing."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from disttrain_cli.runtime import worker
+from disttrain_cli.runtime.checkpoints.checkpoint import Saver
 from disttrain_cli.spec.whole import write_whole
 
 before_fork = worker.before_fork
@@ -43,6 +44,13 @@ def main(payload: dict[str, Any]) -> None:
         write_whole(folder / f"synchronisations-{rank}.json", json.dumps(counted))
         if torch.cuda.is_available():
             write_whole(folder / f"allocator-{rank}.json", json.dumps(_allocator()))
+
+
+def unsaved(payload: dict[str, Any]) -> None:
+    """Train as `runtime.worker` does without any checkpoint: a large one takes longer than the
+    steps."""
+    Saver.save = lambda *_: None  # type: ignore[method-assign]
+    worker.main(payload)
 
 
 def _allocator() -> dict[str, float]:

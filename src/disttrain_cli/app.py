@@ -17,7 +17,7 @@ import typer
 
 from disttrain_cli import __version__
 from disttrain_cli.console import Console, OutputError, nearest_letters
-from disttrain_cli.errors import DisttrainError
+from disttrain_cli.errors import DisttrainError, Terminated
 from disttrain_cli.naming import naming
 
 EPILOG = """Examples:
@@ -195,6 +195,9 @@ def _run(words: list[str], console: Console) -> int:
         return 2
     except (KeyboardInterrupt, typer.Abort):
         code = 130
+    except Terminated:
+        console.error("Terminated", "SIGTERM", exit_code=143)
+        return 143
     except OutputError:
         raise
     except OSError as error:

@@ -78,6 +78,13 @@ class RankLostError(RankFailedError):
     begun = True
 
 
+class Terminated(SystemExit):
+    """SIGTERM ends this process (exit code 143); not an error that anything may handle."""
+
+    def __init__(self) -> None:
+        super().__init__(143)
+
+
 class ConditionHoldsError(DisttrainError):
     """A condition on the figures of a run holds (exit code 5)."""
 

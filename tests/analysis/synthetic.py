@@ -9,7 +9,7 @@ plain Python.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -67,6 +67,9 @@ class Synthetic:
     cores: int = 2
     peak_tflops: float = 0.2
     core_wait_s: float | None = None  # of every step
+    # SM clock and throttle bits of a rank's GPU in a step
+    clocks: Callable[[int, int], tuple[int, int]] | None = None
+    profiled_mhz: float | None = None
     run: str = "demo"
     seed: int = 1  # of the work
 
@@ -99,6 +102,10 @@ def simulate(spec: Synthetic) -> Truth:
         }
         clock = _step(spec, step, clock, tokens, truth)
     truth.rows = [one for row in truth.rows for one in _of_group(spec, row)]
+    for row in truth.rows if spec.clocks is not None else ():
+        if row["operation"] == "step":
+            mhz, throttle = spec.clocks(row["rank"], row["step"])
+            row |= {"sm_mhz": mhz, "power_w": 690, "throttle": throttle}
     return truth
 
 
@@ -316,6 +323,7 @@ def make_job(spec: Synthetic) -> Job:
             peak_tflops=spec.peak_tflops,
             shared_by=1,
             cores=spec.cores,
+            sm_mhz=spec.profiled_mhz,
         ),
         inputs=ModelInputs(llm="llm", vocabulary=256, sequence_length=1024),
         modules={

@@ -9,6 +9,7 @@ from msgspec.structs import asdict
 
 from disttrain_cli.analysis.analyze import analyze
 from disttrain_cli.analysis.job.database import open_database
+from disttrain_cli.analysis.job.device_clocks import slow_clocks
 from disttrain_cli.analysis.job.graph import build_graph
 from disttrain_cli.analysis.losses import split_losses
 from disttrain_cli.analysis.result.verdicts import Evidence, Place
@@ -139,6 +140,67 @@ def test_a_slow_rank_makes_neither_its_stage_nor_its_unit_slow(tmp_path):
     assert found.stragglers.slowdown == pytest.approx(
         1 + lost["worker"] / found.stragglers.ideal_s, rel=0.02
     )
+
+
+def _hot(rank, step):
+    return (1200, 0x44) if rank == 3 else (1700 + 15 * (step % 2), 0x4)
+
+
+@pytest.mark.parametrize(
+    ("clocks", "told"),
+    [
+        (_hot, ": its GPU runs at 1,200 MHz, 1,7"),  # and the others of its stage do not
+        # a power cap alone is normal at full load
+        (lambda rank, step: (1700, 0x4), None),
+        (lambda rank, step: (1650, 0x4) if rank == 3 else (1700, 0x4), None),
+        # low, but its driver names no reason: the fault is elsewhere
+        (lambda rank, step: (1200, 0x1) if rank == 3 else (1700, 0x4), None),
+        (None, None),
+    ],
+)
+def test_a_slow_rank_is_named_with_its_clock(tmp_path, clocks, told):
+    synthetic.write(tmp_path, synthetic.Synthetic(slow_rank={3: 1.6}, clocks=clocks))
+    verdict = analyze([tmp_path]).verdict
+    assert (verdict.cause, verdict.place.rank) == ("worker", 3)
+    clock = [one for one in verdict.evidence if one.unit == "MHz"]
+    if told is None:
+        assert "MHz" not in verdict.headline and not clock
+    else:
+        assert told in verdict.headline and "(power cap, thermal limit)" in verdict.headline
+        assert clock[0].value == 1200 and "cooling" in verdict.advice
+
+
+@pytest.mark.parametrize(
+    ("mhz", "profiled_mhz", "where"),
+    [
+        (lambda step: 1700 if step < 4 else 1300, None, "in its own fastest steps"),
+        (lambda step: 1300, 1700.0, "when it was profiled"),
+    ],
+)
+def test_a_device_alone_in_its_stage_is_compared_with_itself(tmp_path, mhz, profiled_mhz, where):
+    spec = synthetic.Synthetic(
+        clocks=lambda rank, step: (mhz(step) if rank == 0 else 1700, 0x20),
+        profiled_mhz=profiled_mhz,
+    )
+    synthetic.write(tmp_path, spec)
+    database = open_database([tmp_path])
+    (rank, clock), *others = slow_clocks(database).items()
+    assert (rank, clock.mhz, clock.usual_mhz, clock.where) == (0, 1300, 1700, where)
+    assert clock.reasons == ("thermal limit",) and not others
+
+
+def test_where_all_are_slow_their_clocks_are_named(tmp_path):
+    slow = dict.fromkeys(("encoder", "llm", "generator"), 1.2)
+    for name, mhz in (("hot", 1300), ("else", 1700)):
+        spec = synthetic.Synthetic(
+            unit_factor=slow,
+            clocks=lambda rank, step, mhz=mhz: (mhz, 0x40),
+            profiled_mhz=1700.0,
+        )
+        synthetic.write(tmp_path / name, spec)
+    hot, other = (analyze([tmp_path / name]).verdict.headline for name in ("hot", "else"))
+    assert "the clocks of their GPUs are at 76 to 76 % of what is usual (thermal limit)" in hot
+    assert "either the profile is wrong" in other
 
 
 def test_shares_are_shown_in_percent():

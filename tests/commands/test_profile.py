@@ -66,14 +66,26 @@ def test_tables_and_where_the_figures_are_from(folder, capsys):
 
 def test_what_was_measured_and_spent_is_said(folder, capsys):
     measuring = Measuring(
-        clock="cpu", budget_s=30, spent_s=28.7, sizes={"llm": {"1": (64, 129), "2": (0, 36)}}
+        clock="cpu",
+        budget_s=30,
+        started_s=18.2,
+        spent_s=28.7,
+        sizes={"llm": {"1": (64, 129), "2": (0, 36)}},
     )
     profile = make_profile(read_run(folder / "disttrain.yaml").file)
-    _render(Console(), profile.model_copy(update={"measuring": measuring}), folder / "p.json", "")
-    assert (
-        "Layers   measured 64 of 165 sizes in 29 s of CPU; the rest is interpolated (budget 30 s)\n"
-        "         llm without TP 2: not measured within the budget\n"
-    ) in capsys.readouterr().out
+    for budget_s, over in (
+        (30, ""),
+        (12, "; the first sizes of everything are measured in any case"),
+    ):
+        measuring = measuring.model_copy(update={"budget_s": budget_s})
+        shown = profile.model_copy(update={"measuring": measuring})
+        _render(Console(), shown, folder / "p.json", "")
+        assert (
+            "Layers   measured 64 of 165 sizes in 29 s of CPU; the rest is interpolated (budget"
+            f" {budget_s} s, start-up took 18 s{over})\n"
+            "         llm without TP 2: not measured within the budget; disttrain profile again"
+            " continues with them\n"
+        ) in capsys.readouterr().out
 
 
 def test_json_has_the_promised_keys(folder, capsys):

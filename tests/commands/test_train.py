@@ -2,6 +2,8 @@
 is faked)."""
 
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -150,6 +152,18 @@ def test_a_failed_rank_is_exit_4(planned, monkeypatch, capsys):
     monkeypatch.setattr(training, "train", train)
     code, out, err = call(["train", planned], capsys)
     assert code == 4 and out == "" and "Rank 3" in err and "rank-00003.log" in err
+
+
+def test_sigterm_while_no_rank_runs_is_143_and_said(planned, monkeypatch, capsys):
+    def terminated(*arguments, **options):
+        os.kill(os.getpid(), signal.SIGTERM)
+        signal.sigtimedwait([], 0)
+
+    monkeypatch.setattr(training, "train", terminated)
+    code, out, err = call(["train", planned], capsys)
+    assert (code, out) == (143, "") and err.endswith("Error: Terminated\n  SIGTERM\n")
+    error = json.loads(call(["train", planned, "--json"], capsys)[1])["error"]
+    assert (error["why"], error["exit_code"]) == ("SIGTERM", 143)
 
 
 @pytest.mark.parametrize(

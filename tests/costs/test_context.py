@@ -18,7 +18,7 @@ from disttrain_cli.costs.context import (
 )
 from disttrain_cli.costs.layout import reduce_s, stages_of
 from disttrain_cli.costs.links import all_gather_s, all_to_all_s, exchange_s, reduce_scatter_s
-from disttrain_cli.costs.memory import communicators, layout_memory
+from disttrain_cli.costs.memory import layout_memory
 from disttrain_cli.costs.overlap import hidden
 from disttrain_cli.planning.traffic import traffic_of
 from disttrain_cli.spec.plan import Layout
@@ -230,14 +230,6 @@ def test_buckets_wait_for_less_where_passes_are_shorter() -> None:
         reducing, _ = hidden(PROFILE, plan, stages_of(PROFILE, plan), 8)
         found.append(reducing.mean_s[1])
     assert found[1] < found[0]
-
-
-def test_communicators() -> None:
-    assert communicators(2, tp=1, dp=1) == 5
-    assert (
-        communicators(2, tp=1, dp=1, cp=2) == 7
-    )  # the CP group, and the ranks with the same weights
-    assert communicators(2, tp=2, dp=3, cp=2) == 8
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from disttrain_cli.costs import hardware
+from disttrain_cli.costs.doubts import _all_doubts
 from disttrain_cli.costs.hardware import (
+    Efficiency,
     KernelWork,
     analytic_device,
     catalogue,
@@ -62,7 +65,8 @@ def test_every_entry_names_its_source_and_a_curve() -> None:
             and device.peak_of("fp32") == device.fp32_tflops
         )
     assert all(len(curve.source) > 20 for curve in known.curves.values())
-    assert {device.curve for device in known.devices.values()} | {"generic"} == set(known.curves)
+    curves = {device.curve for device in known.devices.values()} | {"generic"}
+    assert curves == {name.removesuffix("_flash_4") for name in known.curves}
     assert known.devices["A800"].link_gbytes_s < known.devices["A100"].link_gbytes_s
 
 
@@ -113,6 +117,42 @@ def test_time_of_one_kernel_by_hand() -> None:
         1 / curve.product
     )
     assert memory_s(device, 2039e9) == pytest.approx(1 / curve.memory)
+
+
+def test_flash_attention_4_makes_attention_alone_faster() -> None:
+    stock, newer = (
+        analytic_device("H200", ClusterSpec(flash_attention=version), "bf16")
+        for version in ("auto", 4)
+    )
+    for work, faster in ((KernelWork(attention_flops=1e12), True), (KernelWork(1e12), False)):
+        assert (kernels_ms(newer, "bf16", work) < kernels_ms(stock, "bf16", work)) == faster
+    with pytest.raises(SpecError, match="speed of FlashAttention 4 on analytic:A100"):
+        analytic_device("A100", ClusterSpec(flash_attention=4), "bf16")
+
+
+def test_sustained_efficiency_is_used_where_it_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, known = lookup("H100"), catalogue()
+    burst = known.curves["hopper"]
+    lower = {name: 0.9 * getattr(burst, name) for name in Efficiency.model_fields}
+    curve = burst.model_copy(update={"sustained": Efficiency(**lower)})
+    loaded = known.model_copy(update={"curves": known.curves | {"hopper": curve}})
+    work = KernelWork(1e12, 1e12, 1e12, 1e9, kernels=0)
+    in_bursts = kernels_ms(device, "bf16", work)
+    monkeypatch.setattr(hardware, "catalogue", lambda: loaded)
+    assert kernels_ms(device, "bf16", work) == pytest.approx(in_bursts / 0.9)
+
+
+def test_a_doubt_covers_the_clocks_of_every_curve_without_sustained_figures() -> None:
+    for name, curve in catalogue().curves.items():
+        covered = [
+            doubt
+            for doubt in _all_doubts()
+            if doubt.what == "clocks under load"
+            and "analytic" in doubt.profiles
+            and name in (doubt.curves or [name])
+            and doubt.expected.llm > 1.05
+        ]
+        assert bool(covered) == (curve.sustained is None), name
 
 
 @given(AMOUNTS, AMOUNTS, st.sampled_from(sorted(catalogue().devices)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from disttrain_cli.costs.memory import GIB, bytes_per_parameter, communicators, layout_memory
+from disttrain_cli.costs.memory import GIB, bytes_per_parameter, layout_memory
 from disttrain_cli.spec.plan import Layout, UnitPlan
 from tests.planning import synthetic
 
@@ -176,9 +176,9 @@ def test_reserves_are_stated_and_take_their_share() -> None:
     )
     before = layout_memory(profile, layout(8), 4.0)
     after = layout_memory(profile.model_copy(update={"device": device}), layout(8), 4.0)
-    for plain, stage, replicated in zip(before, after, (True, True, True, False), strict=True):
-        count = 1 + replicated + 2 * 2
-        # The world, replicas, both ways over two cuts.
+    cuts = (1, 2, 2, 1)
+    for plain, stage, cut, replicated in zip(before, after, cuts, (1, 1, 1, 0), strict=True):
+        count = 1 + replicated + 2 * cut  # the world, replicas, both ways over each cut
         assert stage.reserve_gib == pytest.approx(0.5 + (64 + count * 32) / 1024)
         assert stage.fragmentation_gib == pytest.approx(
             0.1 * (plain.activations_gib + plain.transient_gib + plain.messages_gib)
@@ -187,11 +187,3 @@ def test_reserves_are_stated_and_take_their_share() -> None:
         assert stage.peak_gib - plain.peak_gib == pytest.approx(
             stage.reserve_gib + stage.fragmentation_gib
         )
-
-
-def test_communicators_of_a_rank() -> None:
-    assert [
-        communicators(0, tp=1, dp=1),
-        communicators(1, tp=4, dp=1),
-        communicators(3, tp=4, dp=8),
-    ] == [1, 4, 9]

@@ -12,7 +12,7 @@ import pytest
 
 from disttrain_cli.data import tokenizer_folder
 from disttrain_cli.data.tokenizer import NONE, FolderTokenizer
-from disttrain_cli.data.tokenizer_folder import load, read_tokenizer_folder
+from disttrain_cli.data.tokenizer_folder import _loaded, load, read_tokenizer_folder
 from disttrain_cli.errors import SpecError
 from tests.data.chat_folders import CORPUS, write_folder
 
@@ -302,3 +302,11 @@ def test_without_eos_a_sample_ends_as_answers_do(tmp_path: Path) -> None:
     (folder / "chat_template.jinja").unlink()
     tokens = FolderTokenizer(folder, reads=False, draws=False)
     assert tokens.token(tokens.eos) is None and tokens.eos == tokens.vocabulary - 1
+
+
+def test_a_machine_too_busy_to_load_a_tokenizer_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenizer_folder, "LONGEST_S", 0)
+    with pytest.raises(ValueError, match=r"within 0 s; load of this machine: [\d.]+ on \d+ cores"):
+        _loaded(tmp_path, False)  # not the fixture's

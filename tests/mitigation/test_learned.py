@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from disttrain_cli.errors import RankFailedError
 from disttrain_cli.mitigation import learned as judging
-from disttrain_cli.runtime import worker
-from disttrain_cli.runtime.launching.payload import TRAIN_AND_JUDGE
-from disttrain_cli.runtime.launching.rank import resolve
+from disttrain_cli.runtime.launching.payload import TRAIN
+from disttrain_cli.runtime.launching.rank import JobFile
 from disttrain_cli.runtime.launching.starts import job_of
+from disttrain_cli.runtime.outputs import during
 from disttrain_cli.runtime.watching import trackers
+from disttrain_cli.spec.profile import Profile
+from disttrain_cli.spec.rundir import RunDir, stopped_file
+from disttrain_cli.spec.runfile import Run
 from disttrain_cli.spec.samples import Answer, Samples
+from disttrain_cli.spec.whole import write_whole
 from tests.planning.synthetic import run_file, tiny
 from tests.runtime.factory import plan_of, unit, write_run
 
@@ -37,7 +41,7 @@ def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         "run": run.source,
         "profile": profile.model_dump(mode="json"),
         "steps": 200,
-        "folder": run.dir.root,
+        "folder": str(run.dir.root),
     }
 
 
@@ -54,22 +58,45 @@ class Fake:
         self.values[-1] = {}
 
 
-def test_the_first_rank_of_an_emitted_job_ends_with_the_verdict(
-    trained: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+ANSWERS = [Answer(prompt="?", text="a", recorded="a", scores={"exact_match": 1.0})]
+SAMPLES = Samples(checkpoint="c/step-000199", step=199, answers=ANSWERS)
+
+
+@pytest.mark.parametrize("ended", ["", "stopped", "unsampled"])
+def test_an_emitted_job_ends_with_samples_and_the_verdict(
+    trained: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    ended: str,
 ) -> None:
-    monkeypatch.setattr(worker, "main", lambda payload: None)
+    def sample(run: Run, profile: Profile, checkpoint: Path, *given: object) -> Samples:
+        assert ended != "stopped" and checkpoint.name == "step-000200"
+        if ended == "unsampled":
+            raise RankFailedError("Rank 0 stopped: no memory is left")
+        return SAMPLES
+
+    monkeypatch.setattr(during, "sample", sample)
     monkeypatch.setattr(trackers, "trackers_of", lambda *given: [])
-    _, main = resolve(TRAIN_AND_JUDGE)
-    said = []
-    for rank in "01":
-        monkeypatch.setenv("RANK", rank)
-        heard, console = os.pipe()
-        main(trained | {"console": console})
-        os.close(console)
-        with open(heard) as output:
-            said.append(output.read().splitlines())
-    assert said[0][0].startswith("Verdict     not learning: text") and not said[1]
-    assert "optimizer.lr" in said[0][1]
+    folder, logs = RunDir(Path(trained["folder"])), tmp_path / "logs"
+    (folder.checkpoints / "step-000200").mkdir(parents=True)
+    logs.mkdir()
+    if ended == "stopped":
+        stopped_file(logs).touch()
+    content = JobFile(target=TRAIN, payload=trained | {"logs": str(logs)}, logs=str(logs), ranks=1)
+    job = write_whole(tmp_path / "job.json", content.model_dump_json())
+    judging.main([str(job)])
+    *before, first, second = capfd.readouterr().out.splitlines()
+    assert first.startswith("Verdict     not learning: text") and "optimizer.lr" in second
+    said = {
+        "": ["sampling", f"{folder.checkpoints}/step-000200: 1 of 1 held-out answers right"],
+        "stopped": [],
+        "unsampled": [
+            "sampling",
+            "warning: no samples of step-000200: Rank 0 stopped: no memory is left",
+        ],
+    }
+    assert before == said[ended] and (("1 of 1 held-out" in first) == (not ended))
 
 
 def test_trackers_get_verdict_and_samples_when_a_run_ends(
@@ -79,11 +106,9 @@ def test_trackers_get_verdict_and_samples_when_a_run_ends(
     monkeypatch.setattr(trackers, "trackers_of", lambda *given: asked.append(given) or [fake])
     run = judging.read_run(*trained["run"])
     profile = judging.Profile.model_validate_json(json.dumps(trained["profile"]))
-    answers = [Answer(prompt="?", text="a", recorded="a", scores={"exact_match": 1.0})]
-    samples = Samples(checkpoint="c/step-000199", step=199, answers=answers)
-    verdict = judging.learned(run, profile, samples, pytest.fail)
+    verdict = judging.learned(run, profile, SAMPLES, pytest.fail)
     assert verdict.verdict == "not learning" and "1 of 1 held-out answers" in verdict.headline
-    assert [given[1:3] for given in asked] == [("start-000", True)]  # type: ignore[index]
+    assert [given[1] for given in asked] == [200]  # type: ignore[index]
     assert list(fake.values) == [199, 200, -1]
     assert fake.values[199]["samples/exact_match"] == 1.0
     assert fake.values[200] == {"verdict": f"{verdict.headline}. {verdict.advice}"}

@@ -5,12 +5,19 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from disttrain_cli.planning.explain import Explanation, differences, explain, layers, time_parts
+from disttrain_cli.planning.explain import (
+    Explanation,
+    differences,
+    explain,
+    layers,
+    not_measured_sentence,
+    time_parts,
+)
 from disttrain_cli.planning.predict import simulated_step
 from disttrain_cli.planning.solve import cluster_of, solve
 from disttrain_cli.planning.units import units_of
 from disttrain_cli.spec.plan import Layout, Plan, UnitPlan
-from disttrain_cli.spec.profile import Profile
+from disttrain_cli.spec.profile import Measuring, Profile
 from disttrain_cli.spec.runfile import RunFile
 from tests.planning import synthetic
 
@@ -61,6 +68,20 @@ def test_no_part_is_negative_where_devices_are_not_shared() -> None:
         profile, plan.plan, cluster_of(run, profile), work, plan.predicted.iteration_s
     )
     assert sum(part.seconds for part in parts) == pytest.approx(plan.predicted.iteration_s)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "named"),
+    [(6, "llm at 2, 4 and vit at 2 not"), (2, "llm at 2 and vit at 2 not"), (1, "")],
+)
+def test_tp_sizes_that_the_profile_left_out_are_named_where_they_fit(gpus: int, named: str) -> None:
+    profile = synthetic.tiny(synthetic.run_file(batch=24, gpus=gpus), kind="cuda")
+    sizes = {"llm": {"1": (9, 9), "2": (0, 9), "4": (0, 9)}, "vit": {"1": (9, 9), "2": (0, 9)}}
+    measuring = Measuring(clock="wall", budget_s=180, started_s=9, spent_s=180, sizes=sizes)
+    sentence = not_measured_sentence(profile.model_copy(update={"measuring": measuring}), gpus)
+    assert (sentence or "").startswith(f"TP        {named}" * bool(named))
+    assert sentence is None or "disttrain_cli.profile(" in sentence
+    assert not_measured_sentence(profile, gpus) is None
 
 
 def test_what_binds_is_named(made: Made) -> None:

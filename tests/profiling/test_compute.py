@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from disttrain_cli.models.layer import LOSS_PREFIX, Batch, PipelineLayer
-from disttrain_cli.profiling.compute import Stopwatch, run_module
+from disttrain_cli.profiling.compute import Stopwatch, time_module
 from disttrain_cli.profiling.trial import allocated_bytes, first_of_kinds, mean_layer
 
 
@@ -50,14 +50,14 @@ def test_gradients_of_every_layer_equal_those_of_one_backward() -> None:
     for layer in together:
         state |= layer(state, batch)
     state[f"{LOSS_PREFIX}toy"].backward()
-    run_module(apart, entry, batch, Stopwatch(torch.device("cpu")))
+    time_module(apart, entry, batch, Stopwatch(torch.device("cpu")))
     for left, right in zip(together, apart, strict=True):
         for expected, found in zip(left.parameters(), right.parameters(), strict=True):
             torch.testing.assert_close(found.grad, expected.grad)
 
 
 def test_every_layer_has_a_forward_and_a_backward_time() -> None:
-    times = run_module(toys(), {"x": torch.randn(5, 4)}, Batch(), Stopwatch(torch.device("cpu")))
+    times = time_module(toys(), {"x": torch.randn(5, 4)}, Batch(), Stopwatch(torch.device("cpu")))
     assert len(times) == 4 and all(forward > 0.0 and backward > 0.0 for forward, backward in times)
 
 
@@ -65,7 +65,7 @@ def test_frozen_layers_pass_gradients_on_and_keep_none() -> None:
     layers = toys()
     for layer in layers:
         layer.requires_grad_(False)
-    times = run_module(layers, {"x": torch.randn(5, 4)}, Batch(), Stopwatch(torch.device("cpu")))
+    times = time_module(layers, {"x": torch.randn(5, 4)}, Batch(), Stopwatch(torch.device("cpu")))
     assert all(backward > 0.0 for _, backward in times)
     assert all(parameter.grad is None for layer in layers for parameter in layer.parameters())
 
@@ -76,7 +76,7 @@ def test_a_layer_of_which_nothing_asks_for_a_gradient_has_no_backward() -> None:
             return {"x": self.linear(torch.ones(5, 4))}
 
     layers = [Source(0, (), "x").requires_grad_(False), *toys()]
-    times = run_module(layers, {}, Batch(), Stopwatch(torch.device("cpu")))
+    times = time_module(layers, {}, Batch(), Stopwatch(torch.device("cpu")))
     assert times[0][0] > 0.0 and times[0][1] == 0.0
     assert all(backward > 0.0 for _, backward in times[1:])
 
@@ -98,7 +98,7 @@ def test_the_allocator_holds_what_a_layer_keeps_and_its_output() -> None:
 def test_cuda_times_come_from_the_device() -> None:
     device = torch.device("cuda")
     layers = [layer.to(device) for layer in toys()]
-    times = run_module(layers, {"x": torch.randn(5, 4, device=device)}, Batch(), Stopwatch(device))
+    times = time_module(layers, {"x": torch.randn(5, 4, device=device)}, Batch(), Stopwatch(device))
     assert all(forward > 0.0 and backward > 0.0 for forward, backward in times)
 
 

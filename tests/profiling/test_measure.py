@@ -182,7 +182,8 @@ class TestThreeModules:
     def test_states_its_budget_and_what_was_measured(self, measured: tuple[Run, Profile]) -> None:
         measuring = measured[1].measuring
         assert measuring is not None and measuring.clock == "cpu"
-        assert 5.0 <= measuring.budget_s <= 30.0 and measuring.spent_s > 0.0
+        assert 5.0 <= measuring.budget_s <= 30.0
+        assert 0.0 < measuring.started_s < measuring.spent_s
         assert measuring.sizes.keys() == measured[1].modules.keys()
         assert not measuring.not_measured
         assert all(
@@ -242,7 +243,7 @@ def stored(run: Run) -> dict[str, Any]:
 def test_an_interrupted_profile_goes_on(
     tmp_path: Path, data: Path, fewer: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = run_file(tmp_path, data, ["llm"], processes=1)
+    run = run_file(tmp_path, data, ["llm"], processes=2)
 
     class Interrupted(Exception):
         pass
@@ -257,9 +258,15 @@ def test_an_interrupted_profile_goes_on(
         room.measure(run, "cpu", interrupt)
     said: list[str] = []
     before = len(stored(run))
-    profile = room.measure(run, "cpu", lambda what, done, total: said.append(what))
+    with monkeypatch.context() as small:
+        small.setattr("disttrain_cli.profiling.processes.CPU_S", 0.1)
+        profile = room.measure(run, "cpu", lambda what, done, total: said.append(what))
     assert any(f"{before} sizes taken over" in line for line in said)
     assert profile.provenance["continued"].startswith(f"{before} of ")
+    assert profile.measuring and profile.measuring.not_measured == {"llm": ["2"]}
+    whole = room.measure(run, "cpu")  # goes on with what the budget left out
+    assert whole.measuring and not whole.measuring.not_measured
+    assert whole.provenance["continued"].startswith(f"{profile.measuring.counts[0]} of ")
     again = room.measure(run, "cpu")  # complete for this cluster: measured again
     assert "continued" not in again.provenance
     cluster = run.file.cluster.model_copy(update={"memory_gib": 3.0})

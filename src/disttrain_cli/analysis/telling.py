@@ -36,6 +36,35 @@ MOST_PLACES = 8
 MOST_UNEXPLAINED = 0.2
 
 
+class SlowClock(NamedTuple):
+    """GPU that ran below its usual SM clock, and what its driver says held it down."""
+
+    mhz: float
+    usual_mhz: float
+    where: str  # the clock is usual there
+    power_w: float
+    reasons: tuple[str, ...]
+
+    @property
+    def told(self) -> str:
+        """Clause for a sentence on its rank."""
+        return (
+            f"its GPU runs at {self.mhz:,.0f} MHz, {self.usual_mhz:,.0f} {self.where}"
+            f" ({', '.join(self.reasons)})"
+        )
+
+    @property
+    def advice(self) -> str:
+        """Advice for its reasons."""
+        fixes = [_COOLING] if {"thermal limit", "hardware slowdown"} & set(self.reasons) else []
+        fixes += [_POWER] if {"power cap", "power brake"} & set(self.reasons) else []
+        return "; ".join(fixes) or "reset its clocks (nvidia-smi -rac, -rgc)"
+
+
+_COOLING = "check its cooling (nvidia-smi -q -d TEMPERATURE)"
+_POWER = "check its power limit and supply against other devices' (nvidia-smi -q -d POWER)"
+
+
 @dataclass(frozen=True)
 class Record:
     """Figures of the steps that verdicts need in addition to the causes."""
@@ -56,6 +85,7 @@ class Record:
     waited_for: Mapping[int, float] = field(default_factory=dict)
     clocks_s: float = 0.0  # remaining error of the hosts' corrected clocks
     steps_measured: int = 0  # at most 32 of them are replayed
+    slow_clocks: Mapping[int, SlowClock] = field(default_factory=dict)  # by rank
 
     @property
     def measured_s(self) -> float:
@@ -145,7 +175,8 @@ def _unit(record: Record, finding: Finding) -> Told:
 def _slow_unit(record: Record, place: Place) -> Told:
     return Told(
         place,
-        f"All devices of {place.unit} are slower than their work explains",
+        f"All devices of {place.unit} are slower than their work explains"
+        + clocks_of(record, [one for one in record.where.values() if one.unit == place.unit]),
         [
             Evidence(
                 what=f"{place.unit}: compute per rank and step",
@@ -221,6 +252,14 @@ def _stage(record: Record, finding: Finding) -> Told:
                 "takes longer than its other stages"
                 if record.kind == "operations"
                 else "is slower than its work explains"
+            )
+            + clocks_of(
+                record,
+                [
+                    one
+                    for one in record.where.values()
+                    if (one.unit, one.stage) == (place.unit, place.stage)
+                ],
             ),
             [
                 Evidence(
@@ -269,10 +308,14 @@ def _worker(record: Record, finding: Finding) -> Told:
         )
     place = named[0]
     told = f"Rank {place.rank} ({place.named}) is slower than its work explains"
+    clock = record.slow_clocks.get(int(place.rank or 0))
     advice = (
         f"Check the device and the other processes on host {place.host}; run without that host if"
         " it stays slow."
     )
+    if clock is not None:
+        told += f": {clock.told}"
+        advice = f"On host {place.host}, {clock.advice}; run without that host if it stays slow."
     waited = record.waited_for.get(int(place.rank or 0), 0.0) if len(finding.places) == 1 else 0.0
     evidence = []
     if waited >= SMALLEST_SHARE:
@@ -287,7 +330,7 @@ def _worker(record: Record, finding: Finding) -> Told:
     if len(finding.places) > 1:
         told = (
             f"{_ranks(finding.places)} are slower than their work explains; fixing any one of them"
-            " alone does not help"
+            f" alone does not help{clocks_of(record, named)}"
         )
         replica = common(finding.places)
         if None not in (replica.unit, replica.stage, replica.replica):
@@ -312,9 +355,28 @@ def _worker(record: Record, finding: Finding) -> Told:
                 unit="ratio",
             )
             for one in named[:MOST_PLACES]
+        ]
+        + [
+            Evidence(what=f"rank {one.rank}: SM clock of its GPU", value=low.mhz, unit="MHz")
+            for one in named[:MOST_PLACES]
+            if (low := record.slow_clocks.get(int(one.rank or 0))) is not None
         ],
         advice,
         slow_rank(int(named[0].rank or 0)),
+    )
+
+
+def clocks_of(record: Record, places: Sequence[Place]) -> str:
+    """Return "; …" on the clocks of the GPUs of all these ranks; empty unless all are low."""
+    clocks = [record.slow_clocks.get(int(one.rank or 0)) for one in places]
+    low = [one for one in clocks if one is not None]
+    if not low or len(low) < len(clocks):
+        return ""
+    reasons = dict.fromkeys(reason for one in low for reason in one.reasons)
+    least, most = (pick(one.mhz / one.usual_mhz for one in low) for pick in (min, max))
+    return (
+        f"; the clocks of their GPUs are at {100 * least:.0f} to {100 * most:.0f} % of what is"
+        f" usual ({', '.join(reasons)})"
     )
 
 

@@ -21,7 +21,7 @@ from disttrain_cli.analysis.result.verdicts import (
     Remedy,
     Verdict,
 )
-from disttrain_cli.analysis.telling import MOST_PLACES, Record, Told, tell
+from disttrain_cli.analysis.telling import MOST_PLACES, Record, Told, clocks_of, tell
 
 _FEWER_RANKS = (
     "The ranks share the cores of one machine, so a rank that is ready to compute or receive may"
@@ -353,10 +353,13 @@ def _slower_than_predicted(record: Record) -> list[str]:
     if min(off, default=0.0) < 100 * LEAST_SHARE:
         return []
     waited_s = record.core_wait_s or 0.0
+    clocks = clocks_of(record, list(record.where.values()))
     why = (
         f"a runnable rank waited {waited_s:.3g} s per step for a core"
         f" ({100 * waited_s / record.measured_s:.0f} %), which other processes held."
         if waited_s > LEAST_SHARE * record.measured_s
+        else f"{clocks.removeprefix('; ')}."
+        if clocks
         else "either the profile is wrong (disttrain profile), or all devices are slow."
     )
     return [

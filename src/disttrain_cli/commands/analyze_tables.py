@@ -165,7 +165,7 @@ def _inside(console: Console, analysis: Analysis) -> None:
 def _memory(console: Console, analysis: Analysis) -> None:
     console.table(
         "Peak memory per stage in GiB (rank with most)",
-        ["unit", "stage", "peak", "plan, worst case", "limit"],
+        ["unit", "stage", "peak", "plan, worst case", "limit", "outside PyTorch", "plan's reserve"],
         [
             [
                 row.unit,
@@ -173,6 +173,8 @@ def _memory(console: Console, analysis: Analysis) -> None:
                 f"{row.measured_gib:.3f}",
                 figure(row.predicted_gib),
                 figure(row.limit_gib),
+                figure(row.outside_gib),
+                figure(row.reserve_gib),
             ]
             for row in analysis.memory
         ],

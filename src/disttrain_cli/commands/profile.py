@@ -41,11 +41,13 @@ Builds the sample index, or reads new shards into it, then measures forward and 
 module for the sizes in the data. Shards that changed or were removed after they were indexed are
 refused; with --reindex all are read again. Measuring stops at a budget: on a CPU 30 s of CPU time
 of all processes, or a tenth of the training time if that is less (5 s at least); on GPUs 3
-minutes. Sizes that span those of the data come first, the rest is interpolated; reading data does
-not count. With analytic:NAME only preprocessing is measured: operators of the layers are counted
-and timed by the catalogue's figures, for machines that are not available. With --calibrate nothing
-is measured: the profile of a recorded run is corrected by its traces, and the replaced profile is
-kept as profile.json.before.
+minutes. Start-up counts (on a CPU some 20 s of all processes); reading the data does not. Sizes
+that span those of the data come first, with the smallest and a larger one of everything whatever
+the budget; the rest is interpolated. TP sizes that did not fit into the budget are named here and
+by disttrain plan; profiling again continues with them. With analytic:NAME only preprocessing is
+measured: operators of the layers are counted and timed by the catalogue's figures, for machines
+that are not available. With --calibrate nothing is measured: the profile of a recorded run is
+corrected by its traces, and the replaced profile is kept as profile.json.before.
 """
 
 #: Names of the hardware catalogue, for --help alone: reading it would slow every command's start.
@@ -168,7 +170,8 @@ def _render(console: Console, profile: Profile, path: Path, passes: str) -> None
         console.say(_measuring_line(measuring))
         for name, tps in measuring.not_measured.items():
             console.say(
-                f"         {name} without TP {', '.join(tps)}: not measured within the budget"
+                f"         {name} without TP {', '.join(tps)}: not measured within the budget;"
+                " disttrain profile again continues with them"
             )
     console.say(
         f"Data     {data.samples:,} samples in {data.sequences:,} sequences "
@@ -272,11 +275,12 @@ def _measuring_line(measuring: Measuring) -> str:
     if measured < drawn:
         line += "; the rest is interpolated"
     over = (
-        ", exceeded by starting and the first sizes"
+        "; the first sizes of everything are measured in any case"
         if measuring.spent_s > measuring.budget_s + 1.0
         else ""
     )
-    return f"{line} (budget {measuring.budget_s:.0f} s{over})"
+    spent = f"budget {measuring.budget_s:.0f} s, start-up took {measuring.started_s:.0f} s"
+    return f"{line} ({spent}{over})"
 
 
 def _link_cells(times: LinkTimes) -> list[str]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import shlex
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 
 import typer
 
@@ -27,7 +29,7 @@ from disttrain_cli.commands.steps import LiveStep
 from disttrain_cli.commands.train_modes import Asked, Chosen, choose
 from disttrain_cli.commands.train_tables import show_result
 from disttrain_cli.console import Console
-from disttrain_cli.errors import RankLostError
+from disttrain_cli.errors import RankLostError, Terminated
 from disttrain_cli.naming import short_path
 
 if TYPE_CHECKING:
@@ -174,6 +176,7 @@ def run(
         emit=emit,
         out=out,
     )
+    signal.signal(signal.SIGTERM, _terminate)
     chosen = choose(asked)
     if device is not None:
         _step_on_fakes(console, chosen)
@@ -191,6 +194,11 @@ def run(
         show_preflight(console, done)
     else:
         _train(console, asked, chosen)
+
+
+def _terminate(number: int, frame: FrameType | None) -> NoReturn:
+    """Handle SIGTERM while no rank runs (`stop_request` handles it then): end as on Ctrl-C."""
+    raise Terminated
 
 
 def _train(console: Console, asked: Asked, chosen: Chosen) -> None:

@@ -29,28 +29,43 @@ Precision = Literal["fp32", "bf16"]
 CAPABILITY = (9, 0)
 
 #: Assumptions of computed profiles; a profile with any other text was computed by another version.
-RULES = "every operator as it runs, none fused with another; a TP group's messages wait"
+RULES = (
+    "every operator as it runs, the optimizer's too, none fused with another; a TP group's messages"
+    " wait"
+)
 
-#: Bytes that an AdamW step moves per parameter: fp32 weight and two moments both ways, gradient;
-#: bf16 weight.
-OPTIMIZER_BYTES = {"fp32": 28.0, "bf16": 30.0}
+#: Bytes that an optimizer step without clipping moves per parameter: 4 for the gradient norm, those
+#: of AdamW (fp32 weight and two moments both ways, gradient); in bf16 6 to round the master into
+#: the weight and 4 to clear the fp32 sum of gradients. Clipping moves 8 more.
+ADAMW_BYTES = 28.0
+OPTIMIZER_BYTES = {"fp32": ADAMW_BYTES + 4.0, "bf16": ADAMW_BYTES + 14.0}
 
 # Variants with the same name and other peaks: rejected rather than guessed.
 OTHER_FORMS = re.compile(r"\bMIG\b|(?:H100|H800|H200).*(?:PCIe|NVL)", re.IGNORECASE)
 
 
-class Curve(Strict):
-    """Kernel efficiency: fractions of the peak (GEMMs, attention, convolutions) and bandwidth.
-
-    The bandwidth is the memory's.
-    """
+class Efficiency(Strict):
+    """Fractions of the peak (GEMMs, attention, convolutions) and of the memory's bandwidth."""
 
     product: float = Field(gt=0, le=1)
     attention: float = Field(gt=0, le=1)
     convolution: float = Field(gt=0, le=1)
     memory: float = Field(gt=0, le=1)
+
+
+class Curve(Efficiency):
+    """Kernel efficiency in bursts between pauses and, where it was measured, under full load."""
+
     launch_us: float = Field(ge=0, description="Start and end of a kernel on the device.")
+    sustained: Efficiency | None = Field(
+        description="After seconds of full load; null: unknown, a doubt (doubts.yaml) covers it."
+    )
     source: str
+
+    @property
+    def used(self) -> Efficiency:
+        """Efficiency in computed profiles: under full load, as training runs, where it is known."""
+        return self.sustained or self
 
 
 class Device(Strict):
@@ -98,6 +113,8 @@ class Memory(Strict):
     context_gib: float = Field(ge=0)
     workspace_mib: float = Field(ge=0)
     communicator_mib: float = Field(ge=0)
+    channel_sent_mib: float = Field(ge=0)
+    channel_received_mib: float = Field(ge=0)
     fragmentation: float = Field(ge=0)
     source: str
 
@@ -164,7 +181,8 @@ def analytic_device(name: str, cluster: ClusterSpec, precision: Precision) -> De
     `generic`.
 
     Raises:
-        SpecError: the device is not in the catalogue and the run file lacks its peak or memory.
+        SpecError: the device is not in the catalogue and the run file lacks its peak or memory; or
+            FlashAttention 4 is asked for, and its curve is unknown.
     """
     devices = catalogue().devices
     known = next(
@@ -173,7 +191,15 @@ def analytic_device(name: str, cluster: ClusterSpec, precision: Precision) -> De
     )
     if known is None:
         known = _generic(name, cluster)
-    changes: dict[str, float] = {}
+    changes: dict[str, float | str] = {}
+    if cluster.flash_attention == 4:
+        changes["curve"] = f"{known.curve}_flash_4"
+        if changes["curve"] not in catalogue().curves:
+            raise SpecError(
+                f"The speed of FlashAttention 4 on analytic:{name} is not known",
+                f"the catalogue has no curve {changes['curve']}",
+                "Set cluster.flash_attention: 2, or profile on such a device",
+            )
     if cluster.peak_tflops is not None:
         changes[f"{precision}_tflops"] = cluster.peak_tflops
     if cluster.memory_gib is not None:
@@ -218,9 +244,9 @@ def kernels_ms(device: Device, precision: Precision, work: KernelWork) -> float:
     """Return the time of kernels in sequence (formula in the module docstring)."""
     curve, peak = catalogue().curves[device.curve], device.peak_of(precision) * 1e12
     compute_s = (
-        work.product_flops / curve.product
-        + work.attention_flops / curve.attention
-        + work.convolution_flops / curve.convolution
+        work.product_flops / curve.used.product
+        + work.attention_flops / curve.used.attention
+        + work.convolution_flops / curve.used.convolution
     ) / peak
     return (
         1e3 * (compute_s + memory_s(device, work.moved_bytes))
@@ -230,15 +256,18 @@ def kernels_ms(device: Device, precision: Precision, work: KernelWork) -> float:
 
 def memory_s(device: Device, moved_bytes: float) -> float:
     """Return the time to read or write bytes of the device's memory."""
-    return moved_bytes / (device.memory_gbytes_s * 1e9 * catalogue().curves[device.curve].memory)
+    share = catalogue().curves[device.curve].used.memory
+    return moved_bytes / (device.memory_gbytes_s * 1e9 * share)
 
 
 def moved_s(device: DeviceProfile, precision: Precision, moved_bytes: float) -> float:
     """Return the time to read or write bytes of a profiled device's memory.
 
-    The rate is that of its optimizer step, which is memory-bound, too; 0 if that is not known.
+    The rate is that of its optimizer step, which is memory-bound, too, on a CPU of AdamW alone; 0
+    if that is not known.
     """
-    return moved_bytes * device.optimizer_ns_per_parameter * 1e-9 / OPTIMIZER_BYTES[precision]
+    step_bytes = ADAMW_BYTES if device.kind == "cpu" else OPTIMIZER_BYTES[precision]
+    return moved_bytes * device.optimizer_ns_per_parameter * 1e-9 / step_bytes
 
 
 def link_profile(device: Device, cluster: ClusterSpec) -> LinkProfile:

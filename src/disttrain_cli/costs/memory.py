@@ -7,7 +7,7 @@ or, overlapped with passes, those of one slot are left, so that neither ever nee
 parameter follow DeepSpeed's engines as they are driven here.
 
 Memory that no operator accounts for is specified, not measured: the device's context, cuBLAS's
-workspaces, each communicator's buffers, the allocator's fragmentation of transient memory
+workspaces, communicators (`nccl`), the allocator's fragmentation of transient memory
 (`templates/hardware.yaml`), and workspaces of other kernels (`models/workspaces.py`), which layers'
 transients include.
 """
@@ -15,20 +15,23 @@ transients include.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from disttrain_cli.costs import nccl
 from disttrain_cli.costs.activations import at_worst, deferred_share, kept_share, working_share
 from disttrain_cli.costs.freezing import backwards
 from disttrain_cli.costs.remembering import remembered
 from disttrain_cli.spec.plan import Layout, StageMemory, UnitPlan
 from disttrain_cli.spec.profile import LayerShard, Profile
-from disttrain_cli.spec.stage_graph import Stage, neighbours, stage_graph
+from disttrain_cli.spec.stage_graph import Stage, StageGraph, neighbours, stage_graph
 
 Floats = NDArray[np.float64]
 Count = int | NDArray[np.int64]
+Flags = bool | NDArray[np.bool_]
 GIB = float(2**30)
 WEIGHT_BYTES = {"bf16": 2.0, "fp32": 4.0}
 SENT_SLOTS = 2  # slots whose rows may not have been sent yet, each way over a cut
@@ -54,15 +57,6 @@ def share_of_states(precision: str, dp_cp_size: Floats) -> Floats:
     return np.where((dp_cp_size == 1.0) & (precision == "fp32"), 8.0 / 12.0, 1.0 / dp_cp_size)
 
 
-def communicators(cuts: int, *, tp: Count, dp: int, cp: Count = 1) -> Count:
-    """Return the number of NCCL communicators of a rank.
-
-    They are the world's, its TP and CP groups', that of the ranks with the same weights, and one
-    for each way over each of its cuts; that of a tied weight's copies is not included.
-    """
-    return 1 + (tp > 1) + (cp > 1) + (dp * cp > 1) + 2 * cuts
-
-
 def cuts_of(profile: Profile, modules: Sequence[str]) -> int:
     """Return the most cuts to neighbours that a stage of a unit with these modules may have."""
     inside = [(before in modules, after in modules) for before, after in _pairs(profile)]
@@ -70,15 +64,53 @@ def cuts_of(profile: Profile, modules: Sequence[str]) -> int:
     return max(entering + leaving, entering + 1, leaving + 1)
 
 
-def reserved_bytes(
-    profile: Profile, modules: Sequence[str], *, tp: Count, dp: Floats, cp: Count = 1
-) -> Floats:
-    """Return the bytes of a rank for the device's context, workspaces and communicators, by DP."""
+class Groups(NamedTuple):
+    """Groups of a rank that NCCL connects for collectives, and its connections for messages."""
+
+    world: nccl.Spread
+    weights: nccl.Spread  # ranks with the same weights
+    tensor: nccl.Spread
+    context: nccl.Spread
+    cuts: int  # to neighbours
+    messages_mib: float | Floats
+    gathers: Flags = False  # the CP group all-gathers keys and values
+    overlap: bool = False  # messages of the TP group go round a ring
+    copies: bool = True  # a tied weight may have its layers on two stages
+
+    @classmethod
+    def of_stage(cls, profile: Profile, graph: StageGraph, stage: Stage) -> Groups:
+        """Return the groups of the ranks of a stage."""
+        node, unit = profile.cluster.gpus_per_node, stage.unit
+        spread = partial(nccl.Spread.of, node=node)
+        return cls(
+            spread(range(graph.world_size), some=stage.ranks),
+            spread(stage.dp_group(0)),
+            spread(stage.tp_groups()[0]),
+            spread(stage.cp_groups()[0]),
+            len(stage.before) + len(stage.after),
+            nccl.messages_mib(profile.device, graph, stage, node),
+            unit.gathers,
+            unit.tp_overlap,
+            unit.pp > 1,
+        )
+
+
+def reserved_bytes(profile: Profile, modules: Sequence[str], groups: Groups) -> Floats:
+    """Return the bytes of a rank for the device's context, workspaces and communicators."""
     device = profile.device
-    copies = any(profile.modules[name].tied for name in modules)
-    cuts = cuts_of(profile, modules)
-    count = communicators(cuts, tp=tp, dp=1, cp=cp) + (dp > 1) * (cp == 1) + copies
-    mib = device.workspace_mib + count * device.communicator_mib
+    copies = groups.copies and any(profile.modules[name].tied for name in modules)
+    spreads = groups[:4]
+    count = sum(np.asarray(one.size) > 1 for one in spreads[1:]) + 1 + 2 * groups.cuts + copies
+    mib = (
+        device.workspace_mib
+        + count * device.communicator_mib
+        + groups.messages_mib
+        + nccl.collective_mib(device, groups.world, nccl.WORLD_CTAS)
+        + nccl.collective_mib(device, groups.weights)
+        + nccl.collective_mib(device, groups.tensor, round_it=groups.overlap)
+        + nccl.context_mib(device, groups.context, groups.gathers)
+        + copies * nccl.collective_mib(device, nccl.Spread(2, 2, 1))
+    )
     return np.asarray(device.context_gib * GIB + mib * 2**20, dtype=np.float64)
 
 
@@ -180,7 +212,7 @@ def layout_memory(profile: Profile, layout: Layout, limit_gib: float) -> list[St
     slot = layout.unit_of(profile.inputs.llm).dp * layout.microbatch_size
     waste = profile.device.fragmentation
     result: list[StageMemory] = []
-    stages = stage_graph(layout, profile.inputs.llm).stages
+    graph = stage_graph(layout, profile.inputs.llm)
     for unit in layout.units:
         dp = np.array([float(unit.dp)])
         known = (profile, layout, unit)
@@ -197,10 +229,11 @@ def layout_memory(profile: Profile, layout: Layout, limit_gib: float) -> list[St
         unsharded = _states(*known, 1)[0]
         mine = share_of_states(profile.precision, dp * unit.cp)
         states = (weight, unsharded - weight, kept + shared * mine - unsharded)
-        reserved = float(reserved_bytes(profile, unit.modules, tp=unit.tp, dp=dp, cp=unit.cp)[0])
         moved = message_bytes(profile, unit.modules, slot, tp_cp_size=unit.tp_cp_size, dp=dp)
-        local = [stage for stage in stages if stage.unit is unit]
+        local = [stage for stage in graph.stages if stage.unit is unit]
         for stage in local:
+            groups = Groups.of_stage(profile, graph, stage)
+            reserved = float(reserved_bytes(profile, unit.modules, groups))
             flight = min(layout.microbatches, stage.to_end)
             span = slice(
                 *(

@@ -101,15 +101,21 @@ def _cache() -> Path:
 
 def _loaded(folder: Path, processor: bool) -> str:
     """Return the JSON of `load`, run in a separate process."""
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", __name__, str(folder.resolve()), str(int(processor))],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-        timeout=LONGEST_S,
-        env=os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONIOENCODING": "utf-8"},
-    )
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", __name__, str(folder.resolve()), str(int(processor))],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            encoding="utf-8",
+            timeout=LONGEST_S,
+            env=os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONIOENCODING": "utf-8"},
+        )
+    except subprocess.TimeoutExpired:
+        load = f"{os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
+        raise ValueError(
+            f"transformers did not end within {LONGEST_S} s; load of this machine: {load}"
+        ) from None
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.strip()]
         raise ValueError(lines[-1] if lines else f"transformers ended with {done.returncode}")

@@ -1,24 +1,30 @@
 """Verdict on learning when a job ends, for the training command, trackers and job output.
 
-The job output is that of ranks started by torchrun, Slurm or Kubernetes.
+As a program, `python -m disttrain_cli.mitigation.learned JOB.json`: run on the first host once the
+ranks that torchrun, Slurm or Kubernetes started have ended, it draws the samples of the trained
+model and prints the verdict, as `disttrain train` does.
 """
 
 from __future__ import annotations
 
-import os
-import traceback
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from disttrain_cli.analysis.job.files import recorded_steps
 from disttrain_cli.analysis.learning import learning
-from disttrain_cli.errors import SpecError
+from disttrain_cli.calls import Reader, read_by
+from disttrain_cli.errors import DisttrainError
+from disttrain_cli.runtime.checkpoints.folder import trained
+from disttrain_cli.runtime.launching.rank import read_job_file
+from disttrain_cli.runtime.launching.starts import alone
+from disttrain_cli.runtime.outputs.during import sample_trained
 from disttrain_cli.spec.learning import Learning
 from disttrain_cli.spec.profile import Profile
+from disttrain_cli.spec.rundir import stopped_file
 from disttrain_cli.spec.runfile import Run, read_run
 from disttrain_cli.spec.samples import Samples
-from disttrain_cli.spec.trace import read_job
 
 
 def learned(
@@ -39,12 +45,7 @@ def learned(
         from disttrain_cli.runtime.watching.trackers import sampled, trackers_of
 
         values = {"verdict": f"{verdict.headline}. {verdict.advice}".rstrip()}
-        try:
-            start = read_job(run.dir.traces / "job.json").run
-        except SpecError as error:  # a full disk when training began
-            say(f"warning: no verdict for experiment trackers: {error.what}")
-            return verdict
-        for tracker in trackers_of(run, start, True, say):
+        for tracker in trackers_of(run, rows[-1]["step"] + 1, say):
             if samples is not None:
                 folder = run.dir.images / Path(samples.checkpoint).name
                 tracker.write(samples.step, sampled(folder, samples))
@@ -53,27 +54,34 @@ def learned(
     return verdict
 
 
-def before_fork(payload: dict[str, Any]) -> None:
-    """Prepare as `runtime.worker.before_fork` does."""
-    from disttrain_cli.runtime import worker
-
-    worker.before_fork(payload)
-
-
-def main(payload: dict[str, Any]) -> None:
-    """Train as `runtime.worker.main`; rank 0 then prints the verdict, as `disttrain train` does."""
-    from disttrain_cli.runtime import worker
-    from disttrain_cli.runtime.watching.lines import Narration
-
-    worker.main(payload)
-    if os.environ["RANK"] != "0":
-        return
-    say = Narration(payload["console"], int(payload["steps"])).say
+def main(arguments: list[str]) -> None:
+    """Run the program: JOB_FILE. Samples are drawn unless the job was stopped."""
+    read_by(Reader(shell=True))
     try:
-        verdict = learned(
-            read_run(*payload["run"]), Profile.model_validate(payload["profile"]), None, say
-        )
-        for line in verdict.lines:
-            say(line)
-    except Exception:  # the training succeeded even if it cannot be judged
-        traceback.print_exc()
+        _finish(read_job_file(Path(arguments[0])).payload)
+    except DisttrainError as error:
+        print(f"Error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+
+
+def _finish(payload: dict[str, Any]) -> None:
+    run, profile = read_run(*payload["run"]), Profile.model_validate(payload["profile"])
+    checkpoint, samples = trained(run), None
+
+    def progress(what: str, done: float = 0, total: int = 0) -> None:
+        print(what, flush=True)
+
+    with alone(run.dir):
+        if checkpoint is not None and not stopped_file(Path(payload["logs"])).exists():
+            try:
+                samples = sample_trained(run, profile, checkpoint, progress)
+            except DisttrainError as error:  # the verdict needs no samples
+                progress(f"warning: no samples of {checkpoint.name}: {error}")
+        if samples is not None:
+            progress(f"{checkpoint}: {samples.summary}")
+        for line in learned(run, profile, samples, progress).lines:
+            progress(line)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

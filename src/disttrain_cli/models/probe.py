@@ -123,12 +123,20 @@ def state_at(
     for spec in live_tensors(table, cut):
         rows = row_count(spec, inputs, batch)
         shape = (own_rows(rows, tp, 0)[1] if spec.split else rows, *spec.shape)
-        if torch.device(device).type == "meta":
-            tensor = torch.empty(shape, device=device, dtype=dtype)
-        else:
-            tensor = torch.randn(shape, generator=generator).to(device=device, dtype=dtype)
-        state[spec.name] = tensor.requires_grad_()
+        tensor = _normal(shape, generator, torch.device(device))
+        state[spec.name] = tensor.to(device, dtype).requires_grad_()
     return state
+
+
+def _normal(shape: Sequence[int], generator: torch.Generator, device: torch.device) -> Tensor:
+    """Return standard normal numbers, drawn by a GPU itself: one thread of its host takes seconds.
+
+    Those for a CPU follow from `generator`; the meta device has none.
+    """
+    if device.type == "cpu":
+        return torch.randn(shape, generator=generator)
+    make = torch.empty if device.type == "meta" else torch.randn
+    return make(tuple(shape), device=device)
 
 
 def entry_state(
@@ -155,12 +163,7 @@ def _items(
     values = {}
     for number, head in enumerate(inputs.of(item)):
         shapes = [(sum(1 for _ in run), *head.shape_of(grid)) for grid, run in groupby(grids)]
-        blocks = [
-            torch.empty(shape, device="meta")
-            if torch.device(device).type == "meta"
-            else torch.randn(shape, generator=generator)
-            for shape in shapes
-        ]
+        blocks = [_normal(shape, generator, torch.device(device)) for shape in shapes]
         # without items still an empty tensor, whose shape layers read
         values[number] = blocks or [torch.zeros((0, *head.shape_of((1, 1))))][: int(head.alike)]
     if item != "target":

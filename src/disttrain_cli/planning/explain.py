@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from disttrain_cli.calls import call, spelled
 from disttrain_cli.costs.layout import stages_of
 from disttrain_cli.planning.objective import planned_stages_ms
 from disttrain_cli.planning.predict import Step
@@ -133,6 +134,7 @@ def explain(plan: Plan, units: list[Unit], step: Step, more: Sequence[str] = ())
         _memory_sentence(predicted, fullest, plan.plan),
         _waiting_sentence(predicted),
         *([idle] if (idle := idle_sentence(plan.plan, profile.inputs.llm, cluster.gpus)) else []),
+        *([left] if (left := not_measured_sentence(profile, cluster.gpus)) else []),
         *more,
     ]
     if profile.device.kind == "cpu" and any(unit.sharing != 1.0 for unit in predicted.units):
@@ -315,6 +317,19 @@ def idle_sentence(layout: Layout, llm: str, gpus: int) -> str | None:
         f"{sentence} {unit.name} has DP {unit.dp:,}, which must divide the batch of {batch:,}:"
         f" {'none is larger' if wider is None else f'DP {wider:,} takes {more:,} more'}; one more"
         f" stage takes {unit.gpus // unit.pp:,}."
+    )
+
+
+def not_measured_sentence(profile: Profile, gpus: int) -> str | None:
+    """Return a sentence on the TP sizes, of at most `gpus`, that the profile's budget left out."""
+    sizes = {} if profile.measuring is None else profile.measuring.not_measured
+    within = {name: [tp for tp in tps if int(tp) <= gpus] for name, tps in sizes.items()}
+    names = " and ".join(f"{name} at {', '.join(tps)}" for name, tps in within.items() if tps)
+    if not names:
+        return None
+    return (
+        f"TP        {names} not tried: the profile's budget ended before measuring them; profiling"
+        f" again goes on with them: {spelled(call('profile'))}"
     )
 
 

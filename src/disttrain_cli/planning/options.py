@@ -16,11 +16,14 @@ from numpy.typing import NDArray
 from disttrain_cli.costs.activations import worst_mix
 from disttrain_cli.costs.memory import (
     GIB,
+    Groups,
     MessageBytes,
+    cuts_of,
     message_bytes,
     reserved_bytes,
     share_of_states,
 )
+from disttrain_cli.costs.nccl import Spread, most_messages_mib
 from disttrain_cli.planning.objective import busiest_load
 from disttrain_cli.planning.partition import fewest_stages, most_of_a_slot, slowest_stage, split
 from disttrain_cli.planning.units import Unit, remembered
@@ -269,7 +272,26 @@ def _room_and_messages_gib(
     moving = 1.0 + unit.profile.device.fragmentation
     ranks = kinds.tp_cp_size[variant]
     sending = message_bytes(*known, slot_sequences, tp_cp_size=ranks, dp=replicas)
-    reserved = reserved_bytes(*known, tp=kinds.tp[variant], dp=replicas, cp=kinds.cp[variant])
+    gpus, node = unit.cluster.gpus, unit.cluster.gpus_per_node
+    tp, cuts = kinds.tp[variant], cuts_of(*known)
+    groups = Groups(
+        Spread(gpus, gpus if gpus <= node else 1, -(-gpus // node)),
+        Spread.dearest(replicas * kinds.cp[variant], tp, node),
+        Spread.dearest(tp, 1, node),
+        Spread.dearest(kinds.cp[variant], tp, node),
+        cuts,
+        most_messages_mib(
+            unit.profile.device,
+            cuts,
+            ranks * dp,
+            gpus,
+            node,
+            outer=len(unit.modules) < len(unit.profile.modules),
+        ),
+        kinds.all_gather[variant],
+        unit.cluster.hides,
+    )
+    reserved = reserved_bytes(*known, groups)
     sent = MessageBytes(*(moving * part / GIB for part in sending))
     return unit.cluster.memory_gib - reserved / GIB, sent
 

@@ -24,6 +24,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from disttrain_cli.costs import nccl
 from disttrain_cli.costs.activations import at_worst, kept_share, working_share
 from disttrain_cli.costs.flops import mfu
 from disttrain_cli.costs.freezing import Backward
@@ -35,7 +36,14 @@ from disttrain_cli.costs.layout import (
     stages_of,
 )
 from disttrain_cli.costs.links import all_gather_s, all_reduce_s, reduce_scatter_s, ring_link
-from disttrain_cli.costs.memory import GIB, WEIGHT_BYTES, parameters, reserved_bytes, tied_in
+from disttrain_cli.costs.memory import (
+    GIB,
+    WEIGHT_BYTES,
+    Groups,
+    parameters,
+    reserved_bytes,
+    tied_in,
+)
 from disttrain_cli.costs.stage import backward_parts, forward_parts, shard_of, tp_degrees
 from disttrain_cli.planning.bounds import divisors
 from disttrain_cli.planning.draws import Draws
@@ -124,9 +132,14 @@ class Sharding:
         gathered = self.gathered_bytes + np.append(0.0, self.gathered_bytes[:-1])
         scattered = np.append(numbers[1:] * GRADIENT_BYTES, 0.0)
         moving = (np.cumsum(kept) - kept + working + gathered + scattered).max()
-        dp = np.array([float(self.ranks)])
-        reserved = float(reserved_bytes(profile, unit.modules, tp=1, dp=dp)[0])
-        reserved += (1 < self.shards < self.ranks) * profile.device.communicator_mib * 2**20
+        node = profile.cluster.gpus_per_node
+        ranks, shards = (nccl.Spread.of(range(size), node) for size in (self.ranks, self.shards))
+        one = nccl.Spread(1, 1, 1)
+        groups = Groups(ranks, ranks, one, one, cuts=0, messages_mib=0.0)
+        reserved = float(reserved_bytes(profile, unit.modules, groups))
+        if 1 < self.shards < self.ranks:
+            shards_mib = nccl.collective_mib(profile.device, shards)
+            reserved += float(profile.device.communicator_mib + shards_mib) * 2**20
         return float(states + moving * (1.0 + profile.device.fragmentation) + reserved) / GIB
 
     def step_s(self, draws: Draws, numbers: Iterable[int]) -> float:

@@ -246,6 +246,7 @@ def _described(device: Device, precision: Precision, cluster: ClusterSpec) -> De
         count=cluster.gpus,
         memory_gib=device.memory_gib,
         peak_tflops=device.peak_of(precision),
+        flash_attention=4 if cluster.flash_attention == 4 else 2,
         **catalogue().memory.reserves,
         optimizer_ns_per_parameter=1e9 * memory_s(device, OPTIMIZER_BYTES[precision]),
     )

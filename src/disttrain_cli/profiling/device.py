@@ -88,6 +88,7 @@ def describe_device(cluster: ClusterSpec, kind: str, precision: Precision) -> De
         peak_tflops=cluster.peak_tflops or gemm_peak_tflops(precision),
         shared_by=processes,
         cores=machine_cores(),
+        flash_attention=flash4.version(cluster.flash_attention, torch.device("cpu")),
     )
 
 

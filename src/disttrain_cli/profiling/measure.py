@@ -114,6 +114,13 @@ def measure(
             trained,
             frozen,
         )
+    measuring = Measuring(
+        clock="cpu" if kind == "cpu" else "wall",
+        budget_s=measured.budget_s,
+        started_s=measured.started_s,
+        spent_s=meter.read_s(kind),
+        sizes=sizes,
+    )
     profile = Profile(
         precision=file.train.precision,
         fingerprints=Fingerprints(
@@ -124,21 +131,18 @@ def measure(
         cluster=file.cluster,
         provenance=_provenance(measured, kind) | data.provenance,
         device=described.model_copy(
-            update={"optimizer_ns_per_parameter": measured.optimizer_ns * sharing}
+            update={"optimizer_ns_per_parameter": measured.optimizer_ns * sharing} | measured.load
         ),
         inputs=inputs,
         modules=modules,
         links=measured.links,
         data=data.profile,
         preprocess=data.preprocess,
-        measuring=Measuring(
-            clock="cpu" if kind == "cpu" else "wall",
-            budget_s=measured.budget_s,
-            spent_s=meter.read_s(kind),
-            sizes=sizes,
-        ),
+        measuring=measuring,
     )
-    save(kept_path(run), request.key, measured.records, file.cluster.figures())
+    # another profile of the same cluster goes on with the TP sizes that the budget left out
+    completed_for = None if measuring.not_measured else file.cluster.figures()
+    save(kept_path(run), request.key, measured.records, completed_for)
     return profile
 
 

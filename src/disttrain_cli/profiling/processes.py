@@ -58,6 +58,8 @@ class Measured:
     slowdown: float  # wall time over CPU time, mean over processes
     continued: int  # records reused from an earlier profile
     budget_s: float
+    load: dict[str, Any]  # fields of the device under load (`sustained.load_of`)
+    started_s: float  # of the budget, spent before the first layer
 
 
 def measure_in_processes(run: Run, request: Request, meter: Meter, progress: Progress) -> Measured:
@@ -129,6 +131,8 @@ def measure_in_processes(run: Run, request: Request, meter: Meter, progress: Pro
         optimizer_ns=float(np.median([result["optimizer_ns"] for result in results])),
         slowdown=float(np.mean([result["slowdown"] for result in results])),
         budget_s=budget_s,
+        load=results[0]["load"],
+        started_s=float(np.mean([result["started_s"] for result in results])) - FITS_S,
     )
 
 

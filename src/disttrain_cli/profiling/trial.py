@@ -7,8 +7,10 @@ gradient while inputs do.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,7 +21,9 @@ from disttrain_cli.models.activations import saved_bytes
 from disttrain_cli.models.graph import LayerInfo, build_layers, describe, layer_table
 from disttrain_cli.models.layer import Batch, PipelineLayer
 from disttrain_cli.models.probe import entry_state, probe_batch
-from disttrain_cli.profiling.compute import Stopwatch, run_module
+from disttrain_cli.profiling.compute import Stopwatch, time_module
+from disttrain_cli.profiling.sustained import LOOK_S, MEASURED_S, passes_for, settle
+from disttrain_cli.runtime.engine.partitions import add_at_once
 from disttrain_cli.spec.runfile import Run
 
 #: Layers of one kind that are built: the first, which does a stage's preparation once per batch,
@@ -33,10 +37,13 @@ Sizes = Mapping[str, Any]  # arguments of `models.probe.probe_batch`
 class Bench:
     """One module at one TP size, to be measured.
 
-    Measurements return None for sizes that do not fit into the device's memory.
+    In bf16 a backward adds the gradients of weights to fp32 sums, as in the runtime. Measurements
+    return None for sizes that do not fit into the device's memory.
     """
 
-    def __init__(self, run: Run, module: str, device: torch.device, *, tp: int) -> None:
+    def __init__(
+        self, run: Run, module: str, device: torch.device, stopwatch: Stopwatch, *, tp: int
+    ) -> None:
         self._table, self._inputs, self._module, self._device = (
             layer_table(run),
             describe(run),
@@ -51,14 +58,21 @@ class Bench:
         ]
         #: Number of the module's layers, by kind.
         self.counts = Counter(layer.kind for layer in self._table if layer.module == module)
-        self._stopwatch = Stopwatch(device)
+        self._stopwatch, self._settled = stopwatch, device.type == "cpu"
+        if self._dtype == torch.bfloat16:
+            add_at_once(
+                (weight, torch.zeros_like(weight, dtype=torch.float32))
+                for layer in self._layers
+                for weight in layer.parameters()
+                if weight.requires_grad
+            )
 
     def times(self, sizes: Sizes, frozen: bool) -> dict[str, Pair] | None:
         """Return (forward, backward) in ms by kind, mean over the module's layers of that kind."""
         self._freeze(frozen)
         try:
             state, batch = self._inputs_of(sizes)
-            times = run_module(self._layers, state, batch, self._stopwatch)
+            times = self._time(state, batch)
         except torch.OutOfMemoryError:
             self._stopwatch.read_ms()
             return None
@@ -66,6 +80,20 @@ class Bench:
         for layer, pair in zip(self._layers, times, strict=True):
             by_kind.setdefault(layer.kind, []).append(pair)
         return {kind: mean_layer(pairs, self.counts[kind]) for kind, pairs in by_kind.items()}
+
+    def _time(self, state: dict[str, Tensor], batch: Batch) -> list[Pair]:
+        """Return the times of all layers; on a GPU under sustained load."""
+        run = partial(time_module, self._layers, state, batch, self._stopwatch)
+        times = run()
+        if self._device.type == "cpu":
+            return times
+        begin_s = time.monotonic()
+        run()  # kernels are loaded, memory is allocated
+        pass_s = time.monotonic() - begin_s
+        if not self._settled:
+            settle(lambda: run(passes_for(LOOK_S, pass_s)), self._stopwatch.readings)
+            self._settled = True
+        return run(passes_for(MEASURED_S, pass_s))
 
     def kept_bytes(self, sizes: Sizes, frozen: bool) -> dict[str, float] | None:
         """Return the bytes saved from forward to backward, by kind of layer."""

@@ -6,8 +6,8 @@ will. Modules are dealt to the processes in turn, so that different modules are 
 concurrently, again as in the run. A process has one module at one TP size in memory at a time.
 
 It measures in two rounds: first a few sizes that span the data's for each of its groups, then,
-while the budget lasts (`budget.py`), more sizes of everything, and at last repeats of measured
-sizes, those whose times differ most first.
+while the budget lasts (`budget.py`), more sizes of everything, and at last, on a CPU, repeats of
+measured sizes, those whose times differ most first.
 """
 
 from __future__ import annotations
@@ -31,13 +31,15 @@ import torch.distributed as dist
 from disttrain_cli.models import flash4
 from disttrain_cli.models.graph import layer_table
 from disttrain_cli.profiling.budget import Budget, Rate, cpu_budget_s
-from disttrain_cli.profiling.compute import Slowdown
+from disttrain_cli.profiling.compute import Slowdown, Stopwatch
 from disttrain_cli.profiling.kept import Record, Records, record_name
 from disttrain_cli.profiling.links import measure_links
-from disttrain_cli.profiling.optimizer import adamw_ns_per_parameter
+from disttrain_cli.profiling.optimizer import step_ns_per_parameter
+from disttrain_cli.profiling.sustained import load_of
 from disttrain_cli.profiling.trial import Bench
 from disttrain_cli.runtime.launching.devices import rank_device
 from disttrain_cli.runtime.launching.process import rendezvous, set_cuda_environment, set_timeout
+from disttrain_cli.runtime.watching.sensors import sensor_of
 from disttrain_cli.spec.runfile import read_run
 from disttrain_cli.spec.whole import write_whole
 
@@ -45,7 +47,7 @@ RENDEZVOUS_TIMEOUT = timedelta(minutes=5)
 #: Draws of a variant in the first round: fits of 8 that span the sizes were as good on the other
 #: draws as fits of 18 at random (tiny preset; docs/decisions/10-profiling.md).
 FIRST = 8
-#: Most measurements of one draw.
+#: Most measurements of one draw on a CPU; on a GPU each is a median of many passes.
 TIMES = 3
 #: A draw of more than this many times the FLOPs of the largest before it is run once untimed, so
 #: that memory is allocated and kernels are chosen.
@@ -202,20 +204,27 @@ def main(payload: dict[str, Any]) -> None:
         "nccl" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=processes
     )
     result: dict[str, Any] = {"links": measure_links(device).model_dump()}
-    result["optimizer_ns"] = adamw_ns_per_parameter(int(payload["parameters"]) // processes, device)
+    result["optimizer_ns"] = step_ns_per_parameter(
+        int(payload["parameters"]) // processes, run.file.train.precision, device
+    )
+    stopwatch = Stopwatch(device, sensor_of(device))
+    budget = Budget.of(payload, processes)
+    result["started_s"] = budget.spent_s
     session = Session(
         payload,
         Path(payload["folder"]) / f"{rank}.json",
         result,
-        Budget.of(payload, processes),
-        lambda module, tp: Bench(run, module, device, tp=tp),
+        budget,
+        lambda module, tp: Bench(run, module, device, stopwatch, tp=tp),
         Rates(store, rank, processes) if device.type == "cpu" else None,
+        TIMES if device.type == "cpu" else 1,
     )
     variants = [Variant(**fields) for fields in payload["variants"]]
     mine = list(groups(variants, shares(list(payload["draws"]), rank, processes)))
     clock = Slowdown()
     session.measure(mine)
     result["slowdown"] = clock.read()
+    result["load"] = load_of(stopwatch.readings)
     session.report(now=True)
     done = store.add("measured", 1)
     while done < processes:
@@ -236,13 +245,14 @@ class Session:
         budget: Budget,
         bench: Callable[[str, int], Bench],
         rates: Rates | None = None,
+        times: int = TIMES,
     ) -> None:
         self._payload, self._file, self._result = payload, file, result
-        self._budget, self._make, self._rates = budget, bench, rates
+        self._budget, self._make, self._rates, self._most = budget, bench, rates, times
         self.records: Records = {}
         self._reported_s = 0.0
         # records of an interrupted profile are not measured again
-        self._times = Counter(dict.fromkeys(payload["kept"], TIMES))
+        self._times = Counter(dict.fromkeys(payload["kept"], times))
         self._trained: dict[str, tuple[float, float]] = {}
         self._bench: Bench | None = None
         self._bench_of: tuple[str, int] | None = None
@@ -310,7 +320,7 @@ class Session:
         again = [
             one
             for one in [*group.first, *group.rest]
-            if not first and 0 < self._times[one.name] < TIMES and fits(one)
+            if not first and 0 < self._times[one.name] < self._most and fits(one)
         ]
         return max(again, key=lambda one: _doubt(self.records[one.name]), default=None)
 
@@ -327,7 +337,7 @@ class Session:
         begin_s = self._budget.clock()
         times = bench.times(sizes, frozen)
         if times is None:  # it does not fit into the device's memory
-            self._times[one.name] = TIMES
+            self._times[one.name] = self._most
             return
         group.rate.see(flops, self._budget.clock() - begin_s)
         if one.name not in self.records:

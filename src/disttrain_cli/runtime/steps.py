@@ -9,6 +9,7 @@ import resource
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -63,6 +64,7 @@ class Task:
     say: Callable[[str], None] = print  # shows a note to the user
     # memory of the process before it had a stage (`peak_gib`); None: not recorded
     idle_gib: float | None = None
+    reserve_gib: float = 0.0  # of this rank's stage, in the plan
     memory: HostMemory = field(default_factory=watched_memory)
     core_wait: CoreWait = field(default_factory=CoreWait)
 
@@ -109,6 +111,7 @@ def run_steps(
         sample_writer(*traced, run.file.train.keep_trace_steps),
     )
     step, last, stopped, warned = task.first, task.last, "", False
+    outside_gib = UNKNOWN
     with (
         Saver(
             task.dir.checkpoints,
@@ -135,13 +138,19 @@ def run_steps(
             start_ns = tracer.now()
             set_lrs(engine.optimizer, engine.train_spec, step)
             skipped = engine.skipped_steps
-            engine.run_step(order, fetch_of(order), lambda: _figures(engine, task))
+            engine.run_step(order, fetch_of(order), partial(_figures, engine, task, outside_gib))
             if task.average is not None and engine.skipped_steps == skipped:
                 task.average.update()
             if task.idle_gib is not None:
                 now, held = tracer.mark(), peak_gib(engine.device) - task.idle_gib
                 tracer.record("memory", now, now, bytes=round(max(0.0, held) * 2**30))
+                if step == task.first and (device_bytes := of_device(engine.device)):
+                    for module, size in device_bytes.items():
+                        tracer.record("memory", now, now, module=module, bytes=size)
+                    outside_gib = (device_bytes["device"] - device_bytes["allocator"]) / 2**30
             losses, growth, stopped = _agreed(run, engine)
+            if rank0 and step == task.first + 1 and losses["outside_gib"] is not None:
+                task.say(_compared(losses["outside_gib"], losses["unplanned_gib"]))
             if rank0 and not warned and growth * (task.last - step) > 1:
                 warned = True
                 task.say(
@@ -221,16 +230,31 @@ def _mixed(run: Run, profile: Profile, step: int) -> tuple[dict[str, float], boo
     return dict(zip(names, weights, strict=False)), phase.step == step
 
 
-def _figures(engine: UnitEngine, task: Task) -> list[float]:
+def _compared(outside_gib: float, unplanned_gib: float) -> str:
+    """Return a sentence on devices' memory outside torch's allocator, and the plan's reserve."""
+    against = (
+        f"up to {unplanned_gib:.2f} GiB more than"
+        if unplanned_gib > 0
+        else f"everywhere at least {-unplanned_gib:.2f} GiB less than"
+    )
+    return (
+        f"After the first step up to {outside_gib:.2f} GiB of a device are in use outside PyTorch's"
+        f" allocator, {against} the plan reserves."
+    )
+
+
+def _figures(engine: UnitEngine, task: Task, outside_gib: float) -> list[float]:
     """Return a rank's measurements of a step, to be maximised over all ranks.
 
-    Waits for data and for a core, memory, the share of its host's available memory by which its
-    ranks grow each step, and the index of the reason that requested a stop.
+    Waits for data and for a core, memory, that outside the allocator and what of it the plan does
+    not reserve, the share of its host's available memory by which its ranks grow each step, and the
+    index of the reason that requested a stop.
     """
     reason = task.watch.stop_reason() if task.watch is not None else ""
     growth = share_of_host(task.memory.end_step(), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     waits = [engine.data_wait_ns / 1e9, task.core_wait.of_step()]
-    return [*waits, peak_gib(engine.device), growth, REASONS.index(reason)]
+    memory = [peak_gib(engine.device), outside_gib, outside_gib - task.reserve_gib]
+    return [*waits, *memory, growth, REASONS.index(reason)]
 
 
 def _agreed(run: Run, engine: UnitEngine) -> tuple[dict[str, Any], float, str]:
@@ -239,9 +263,12 @@ def _agreed(run: Run, engine: UnitEngine) -> tuple[dict[str, Any], float, str]:
     `world_losses` with the longest waits for data and for a core and the most memory; the largest
     growth of memory; the reason of a stop request.
     """
-    data_wait_s, core_wait_s, memory_gib, growth, reason = engine.largest
+    *waits, memory_gib, outside_gib, unplanned_gib, growth, reason = engine.largest
+    data_wait_s, core_wait_s = waits
     losses = world_losses(engine, run.file.model.loss_weights)
     figures = losses | {"data_wait_s": data_wait_s, "memory_gib": memory_gib}
+    figures["outside_gib"] = None if outside_gib == UNKNOWN else outside_gib
+    figures["unplanned_gib"] = unplanned_gib
     figures["core_wait_s"] = None if core_wait_s == UNKNOWN else core_wait_s
     return figures, growth, REASONS[int(reason)]
 
@@ -310,6 +337,17 @@ def peak_gib(device: torch.device) -> float:
         return torch.cuda.max_memory_allocated(device) / 2**30
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most / (2**30 if sys.platform == "darwin" else 2**20)
+
+
+def of_device(device: torch.device) -> dict[str, int]:
+    """Return the bytes in use on a GPU, by its driver and by torch's allocator; empty for a CPU.
+
+    The driver counts all processes, and with this one's its context, kernels and NCCL's buffers.
+    """
+    if device.type != "cuda":
+        return {}
+    free, total = torch.cuda.mem_get_info(device)
+    return {"device": total - free, "allocator": torch.cuda.memory_reserved(device)}
 
 
 def publish(path: Path, row: dict[str, Any]) -> None:

@@ -20,7 +20,7 @@ from disttrain_cli.data.latents import described
 from disttrain_cli.data.metrics import check_scores
 from disttrain_cli.data.packing import SequenceStream
 from disttrain_cli.errors import SpecError, UsageError
-from disttrain_cli.runtime.checkpoints.folder import best_of, latest
+from disttrain_cli.runtime.checkpoints.folder import trained
 from disttrain_cli.runtime.checkpoints.phases import check_begins
 from disttrain_cli.runtime.launching.devices import visible_devices
 from disttrain_cli.runtime.launching.payload import PREFLIGHT, TRAIN, payload_of
@@ -40,7 +40,7 @@ from disttrain_cli.runtime.launching.supervise import (
     merged,
     stop_request,
 )
-from disttrain_cli.runtime.outputs.during import During, sample
+from disttrain_cli.runtime.outputs.during import During, sample_trained
 from disttrain_cli.runtime.watching.core_wait import OtherProcesses
 from disttrain_cli.spec.learning import Learning
 from disttrain_cli.spec.plan import Plan
@@ -159,6 +159,7 @@ def train(
             progress=progress,
             note=said_once,
             watch=look,
+            wait=lambda: request.end_before_ranks(progress),
             variables=visible_devices(
                 planned.profile.device.kind,
                 planned.profile.device.count,
@@ -180,17 +181,9 @@ def train(
             replanner,
         ).run(resume, start)
     other_cores = others.cores()
-    spec = run.file.train.evaluated
-    best = best_of(root.checkpoints) if spec and spec.keep_best else None
-    newest = best or latest(root.checkpoints)
-    samples = None
+    newest, samples = trained(run), None
     if newest is not None and not went.stopped:
-        progress("sampling", 0, 0)
-        samples = sample(run, went.planned.profile, newest)
-        asked = run.file.samples
-        if samples is not None and (asked.answers or asked.metrics) and not samples.answers:
-            why = "the data have no held-out conversation" if asked.answers else "it is 0"
-            progress(f"warning: samples.answers: nothing was answered, {why}", 0, 0)
+        samples = sample_trained(run, went.planned.profile, newest, progress)
     return TrainResult(
         run_dir=str(root.root),
         planned=went.planned,

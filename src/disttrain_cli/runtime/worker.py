@@ -31,8 +31,15 @@ from disttrain_cli.models.graph import describe as model_inputs
 from disttrain_cli.models.graph import layer_table
 from disttrain_cli.runtime.checkpoints import checkpoint, origin
 from disttrain_cli.runtime.checkpoints.averaging import Average
-from disttrain_cli.runtime.checkpoints.folder import begun, describe, latest, made_from
+from disttrain_cli.runtime.checkpoints.folder import (
+    begun,
+    describe,
+    latest,
+    made_from,
+    step_of,
+)
 from disttrain_cli.runtime.engine.assemble import build_engine
+from disttrain_cli.runtime.engine.faults import out_of_memory
 from disttrain_cli.runtime.evaluation import Evaluation, Standing
 from disttrain_cli.runtime.feeding import fetcher, fields_of, message_dtype
 from disttrain_cli.runtime.launching.ending import told_at_once
@@ -103,8 +110,9 @@ def main(payload: dict[str, Any]) -> None:
                 print(text, flush=True)
             publish(reports, {"note": text, "done": 0, "total": 0})
 
+        newest = latest(run.dir.checkpoints) if told["resume"] else None
         watch = Watch(
-            trackers_of(run, told["name"], told["resume"], say) if rank0 else (),
+            trackers_of(run, step_of(newest) if newest else None, say) if rank0 else (),
             stop_file(Path(payload["logs"])) if rank0 else None,
             narration if rank0 else None,
             Judged(verdicts_file(Path(payload["logs"]))) if rank0 else None,
@@ -123,6 +131,7 @@ def main(payload: dict[str, Any]) -> None:
             say,
             DeviceClock(now) if job.device.type == "cuda" else None,
             run.file.train.keep_trace_steps,
+            job.graph.world_size,
         )
         tracer.pulse = job.pulse
         stack.callback(tracer.close)
@@ -136,7 +145,8 @@ def main(payload: dict[str, Any]) -> None:
         idle_gib = peak_gib(job.device)
         tracer.begin("preflight")
         grid = UnitGrid(job.graph, coords)
-        check_groups(grid, coords, job.device, run.file.train.timeout_s)
+        with out_of_memory(coords, job.plan.plan, "preflight", -1):
+            check_groups(grid, coords, job.device, run.file.train.timeout_s)
         tracer.begin("building")
         engine = build_engine(
             run,
@@ -163,7 +173,6 @@ def main(payload: dict[str, Any]) -> None:
             else 0
         )
         spec = run.file.train.evaluated
-        newest = latest(run.dir.checkpoints) if told["resume"] else None
         evaluation = (
             Evaluation(
                 run,
@@ -215,6 +224,14 @@ def main(payload: dict[str, Any]) -> None:
                 profiler,
                 say,
                 idle_gib,
+                next(
+                    (
+                        stage.reserve_gib
+                        for stage in job.plan.predicted.memory
+                        if (stage.unit, stage.stage) == (coords.unit.name, coords.stage.index)
+                    ),
+                    0.0,
+                ),
             ),
             engine,
             loader,
@@ -246,9 +263,13 @@ def preflight(payload: dict[str, Any]) -> None:
     with ExitStack() as stack, told_at_once():
         job = join(payload, stack)
         job.pulse.begin("preflight")
-        took_s = check_groups(
-            UnitGrid(job.graph, job.coords), job.coords, job.device, job.run.file.train.timeout_s
-        )
+        with out_of_memory(job.coords, job.plan.plan, "preflight", -1):
+            took_s = check_groups(
+                UnitGrid(job.graph, job.coords),
+                job.coords,
+                job.device,
+                job.run.file.train.timeout_s,
+            )
         if job.coords.rank == 0:
             took = ", ".join(f"{name} {1e3 * seconds:.0f} ms" for name, seconds in took_s.items())
             publish(

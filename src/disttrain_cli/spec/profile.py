@@ -314,7 +314,17 @@ class DeviceProfile(Strict):
         0.0, ge=0, description="Part of it for cuBLAS workspaces; stated, not measured."
     )
     communicator_mib: float = Field(
-        0.0, ge=0, description="Part of it for each NCCL communicator; stated, not measured."
+        0.0,
+        ge=0,
+        description=(
+            "Part of it for each NCCL communicator without connections; stated, not measured."
+        ),
+    )
+    channel_sent_mib: float = Field(
+        0.0, ge=0, description="Part of it for each NCCL channel to a rank of the same node."
+    )
+    channel_received_mib: float = Field(
+        0.0, ge=0, description="Part of it for each NCCL channel from a rank of the same node."
     )
     fragmentation: float = Field(
         0.0,
@@ -335,7 +345,16 @@ class DeviceProfile(Strict):
         2, description="Version of flash attention that was measured, and that ranks use."
     )
     optimizer_ns_per_parameter: float = Field(
-        0.0, ge=0, description="Time of an AdamW step per parameter whose states are on the rank."
+        0.0,
+        ge=0,
+        description="Time of an optimizer step per parameter whose states are on the rank.",
+    )
+    sm_mhz: float | None = Field(
+        None, gt=0, description="GPU: median SM clock while layers were measured."
+    )
+    power_w: float | None = Field(None, ge=0, description="GPU: median power at that time.")
+    throttle: list[str] = Field(
+        default_factory=list, description="GPU: reasons that limited the clock at that time."
     )
 
 
@@ -613,6 +632,9 @@ class Measuring(Strict):
         description="Clock of the budget: CPU time of all processes together, or wall time (GPUs)."
     )
     budget_s: float = Field(description="Seconds after which measuring ends.")
+    started_s: float = Field(
+        description="Seconds spent before the first layer: imports, device, links, optimizer."
+    )
     spent_s: float = Field(description="Seconds spent, reading the data not included.")
     sizes: dict[str, dict[str, tuple[int, int]]] = Field(
         description=(

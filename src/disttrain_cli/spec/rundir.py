@@ -64,6 +64,11 @@ class RunDir:
         return self.root / "images"
 
     @property
+    def tensorboard(self) -> Path:
+        """Event files of one training from step 0, over all starts that resume it."""
+        return self.root / "tensorboard"
+
+    @property
     def samples(self) -> Path:
         """Output of `disttrain sample`, in the same form."""
         return self.root / "samples"

@@ -46,7 +46,9 @@ COMPUTE = ("forward", "backward", "weights")
 FORWARD, BACKWARD, WEIGHTS = range(len(COMPUTE))
 TRANSFERS = ("send_activation", "receive_activation", "send_gradient", "receive_gradient")
 # `memory` is an instant: bytes are the most that the rank has held on its device for its stage so
-# far (CPU: growth of its process since the stage was built).
+# far (CPU: growth of its process since the stage was built). On a GPU there are two more after the
+# first step of a start: with `module` "device", what the driver says is in use there, of all
+# processes, and with "allocator", what torch's allocator holds of it.
 OPERATIONS = (
     "load",
     *COMPUTE,
@@ -64,7 +66,9 @@ OPERATIONS = (
 # for encoder and generator, images read for the LLM); bytes of a transfer; peer is the other rank,
 # -1 for several or none; late_ns is the part of a rehearsal's `receive_*` by which its message was
 # delayed by the host, not by the emulated link; exchange_ns is the part of a forward or backward in
-# which the rank communicated with its TP or CP group, waiting included; null without such groups.
+# which the rank communicated with its TP or CP group, waiting included; null without such groups;
+# sm_mhz, power_w and throttle (bits of `THROTTLES`) are the state of the rank's GPU late in a step,
+# while the host waits for it, on the row of its optimizer; null elsewhere and where unknown.
 TRACE_COLUMNS: dict[str, str] = {
     "run": "string",
     "step": "int32",
@@ -88,6 +92,21 @@ TRACE_COLUMNS: dict[str, str] = {
     "peer": "int32",
     "late_ns": "int64",
     "exchange_ns": "int64",
+    "sm_mhz": "int32",
+    "power_w": "int32",
+    "throttle": "int32",
+}
+#: Reasons for which a GPU lowers its clock, by NVML's bit (nvmlClocksEventReasons). That it is idle
+#: (1) is none.
+THROTTLES = {
+    0x2: "application clocks",
+    0x4: "power cap",
+    0x8: "hardware slowdown",
+    0x10: "sync boost",
+    0x20: "thermal limit",
+    0x40: "thermal limit",
+    0x80: "power brake",
+    0x100: "display clocks",
 }
 
 STEP_COLUMNS: dict[str, str] = {
@@ -146,6 +165,11 @@ SAMPLE_COLUMNS: dict[str, str] = {
     "samples": "list<int64>",
     "names": "list<string>",
 }
+
+
+def throttle_reasons(bits: int) -> list[str]:
+    """Return the reasons of the column `throttle` in words, each once."""
+    return list(dict.fromkeys(name for bit, name in THROTTLES.items() if bits & bit))
 
 
 def arrow_schema(columns: dict[str, str]) -> pa.Schema:

@@ -4,6 +4,7 @@ cannot be used."""
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -49,13 +50,33 @@ def test_a_damaged_library_is_refused(cache: Path) -> None:
     assert "ld.so" in refused.value.why and f"rm '{library}'" in refused.value.next_step
 
 
+@pytest.mark.parametrize(
+    ("limit", "given", "program", "why"),
+    [
+        (
+            "_WALL_S",
+            0.2,
+            "exec sleep 60",
+            r"given 0\.2 s; load of this machine: [\d.]+ on \d+ cores",
+        ),
+        ("_CPU_S", 1, "while :; do :; done", "given 1 s of CPU time"),
+        ("_CPU_S", 1, f"echo c++: {shim.SPENT} signal >&2; exit 4", "given 1 s of CPU time"),
+    ],
+)
 def test_a_compiler_that_does_not_end(
-    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cache: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    limit: str,
+    given: float,
+    program: str,
+    why: str,
 ) -> None:
-    monkeypatch.setattr(shim, "_LONGEST_S", 0.2)
-    compiler(tmp_path / "bin", "#!/bin/sh\nexec sleep 60\n", monkeypatch)
-    with pytest.raises(DisttrainError, match="did not end"):
+    monkeypatch.setattr(shim, limit, given)
+    compiler(tmp_path / "bin", f"#!/bin/sh\n{program}\n", monkeypatch)
+    with pytest.raises(DisttrainError, match="did not end") as refused:
         shim.environment()
+    assert re.search(why, refused.value.why)
     assert not list(cache.iterdir())
 
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from disttrain_cli.costs.hardware import OPTIMIZER_BYTES
 from disttrain_cli.data.index.sample_index import read_index
 from disttrain_cli.data.indexing.building import build_index
 from disttrain_cli.data.loader import Loader
@@ -34,6 +35,7 @@ from disttrain_cli.spec.progress import silent
 from disttrain_cli.spec.runfile import Run
 from disttrain_cli.spec.stage_graph import stage_graph
 from tests.batches import changed
+from tests.moved import Moved
 from tests.runtime.factory import plan_of, unit, write_run
 from tests.runtime.options_worker import CountingTracer
 
@@ -221,6 +223,27 @@ def test_bf16_masters_are_the_weights_as_they_were_loaded(
                 assert torch.equal(parameter, weight.bfloat16())
                 compared += not torch.equal(weight, weight.bfloat16().float())
         assert compared > 10
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_an_update_moves_the_bytes_that_are_priced(
+    world: tuple[Path, torch.device], precision: str
+) -> None:
+    """Also that of `profiling.optimizer`, which is measured in its place."""
+    with Job(
+        world, f"moved-{precision}", precision=precision, zero_stage=1, gradient_clipping=0.0
+    ) as job:
+        job.step(0)
+        update, moved = job.engine._update, Moved()
+
+        def counted() -> None:
+            with moved:
+                update()
+
+        job.engine._update = counted  # type: ignore[method-assign]
+        job.step(1)
+        numbers = sum(w.numel() for w in job.engine.module.parameters() if w.requires_grad)
+        assert moved.bytes / numbers == pytest.approx(OPTIMIZER_BYTES[precision], rel=0.02)  # type: ignore[index]
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3])

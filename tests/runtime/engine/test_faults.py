@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from disttrain_cli.runtime.engine.faults import (
     OutOfMemoryError,
@@ -44,6 +45,12 @@ def _place(**unit: object) -> tuple[RankCoords, Layout]:
     [
         torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore"),
         RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 99 bytes"),
+        dist.DistBackendError(
+            "NCCL error in: ProcessGroupNCCL.cpp:94, unhandled cuda error, NCCL version 2.28.9\n"
+            "ncclUnhandledCudaError: Call to CUDA function failed.\nmore:\n"
+            "Cuda failure 2 'out of memory' (cannot allocate)"
+        ),
+        dist.DistBackendError("ncclUnhandledCudaError\nFailed to CUDA calloc 536870912 (allocate)"),
     ],
 )
 def test_memory_that_runs_out_names_the_unit_and_what_helps(error: RuntimeError) -> None:
@@ -70,10 +77,19 @@ def test_an_allocation_that_cannot_be_is_one() -> None:
         torch.empty(1 << 58, dtype=torch.uint8)
 
 
-def test_other_errors_stay_what_they_are() -> None:
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("shapes do not fit"),
+        dist.DistBackendError("ncclUnhandledCudaError\nCuda failure 217 'peer access'"),
+        dist.DistBackendError("NCCL error: remote process exited or there was a network error"),
+    ],
+)
+def test_other_errors_stay_what_they_are(error: RuntimeError) -> None:
     place, layout = _place()
-    with pytest.raises(RuntimeError, match="shapes"), out_of_memory(place, layout, "forward", 0):
-        raise RuntimeError("shapes do not fit")
+    with pytest.raises(RuntimeError) as caught, out_of_memory(place, layout, "forward", 0):
+        raise error
+    assert caught.value is error
 
 
 def test_what_is_done_already_is_not_advised() -> None:

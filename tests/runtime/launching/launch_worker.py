@@ -22,6 +22,9 @@ class UnfitError(SpecError):
 
 
 def before_fork(payload: dict[str, Any]) -> list[str]:
+    if "stop_by" in payload:
+        os.kill(os.getppid(), payload["stop_by"])
+        time.sleep(600)
     if "killed" in payload:
         os.kill(os.getpid(), signal.SIGKILL)
     if "unfit" in payload:

@@ -340,6 +340,7 @@ class Pods:
 echo "$*" >> {folder}/calls
 case "$*" in
 *launching.begin*) rm -f {stop_file(logs)} {stopped_file(logs)}; exit "$BEGIN" ;;
+*mitigation.learned*) exit 1 ;; # the training succeeded even if it cannot be judged
 *'data serve'*) touch {folder}/serving; exec sleep 600 ;;
 esac
 while [[ "$NODE" != 0 && ! -e "{folder}/up-0" ]]; do sleep 0.05; done # hosts meet first
@@ -401,7 +402,9 @@ def test_pods_end_with_the_code_that_the_jobset_acts_on(tmp_path: Path) -> None:
     assert refused[0].wait(timeout=60) == 1
     (tmp_path / "up-0").touch()
     refused[1].wait(timeout=60)
+    assert "mitigation.learned" not in pods.calls()
     assert codes(pods.start("0")) == [0, 0]
+    assert pods.calls().count("mitigation.learned") == 1  # the first node's
     assert "begin" in pods.calls() and "--again 0" in pods.calls()
     agents = [line for line in pods.calls().splitlines() if "launching.agent" in line]
     assert sorted(re.findall(r"--node-rank=(\d) --nproc-per-node=(\d)", " ".join(agents))) == [
@@ -410,6 +413,7 @@ def test_pods_end_with_the_code_that_the_jobset_acts_on(tmp_path: Path) -> None:
     ]
     assert "--master-addr=tiny-ranks-0-0.tiny" in agents[0]
     assert codes(pods.start("1")) == [4, 4] and "--again 1" in pods.calls()
+    assert "mitigation.learned" not in pods.calls()
     assert codes(pods.start("139")) == [4, 4]
 
     waiting = pods.start("wait")

@@ -273,7 +273,7 @@ def test_slurm_is_asked_for_both_components(tmp_path: Path) -> None:
     for option in ("--partition=cpu", "--account=me", "--nodes=4", "--cpus-per-task=32"):
         assert f"#SBATCH {option}\n" in cpus
     assert "#SBATCH --cpus-per-task=5\n" in gpus
-    assert "--het-group=0 --ntasks=6 --distribution=block --ntasks-per-node=3" in text
+    assert "--het-group=0 --ntasks=6 --distribution=block:block --ntasks-per-node=3" in text
     assert written.commands == [f"sbatch {(tmp_path / 'out' / 'job.sbatch').resolve()}"]
     job = JobFile.model_validate_json(Path(written.job).read_text())
     assert job.ranks == 6 and job.payload["steps"] == 3 and job.payload["resume"] is False

@@ -3,13 +3,15 @@ written."""
 
 from __future__ import annotations
 
+import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
-from disttrain_cli.errors import DisttrainError, SpecError
+from disttrain_cli.errors import DisttrainError, SpecError, Terminated
 from disttrain_cli.runtime.launching.begin import begin
 from disttrain_cli.runtime.launching.rank import JobFile
 from disttrain_cli.runtime.launching.starts import (
@@ -18,7 +20,9 @@ from disttrain_cli.runtime.launching.starts import (
     begin_start,
     check_fresh,
     move_aside,
+    run_ranks,
 )
+from disttrain_cli.runtime.launching.supervise import stop_request
 from disttrain_cli.spec.rundir import RunDir, stop_file, stopped_file
 from tests.analysis import synthetic
 from tests.runtime.factory import write_run
@@ -70,6 +74,38 @@ def test_a_start_leaves_no_checkpoints_behind_unasked(tmp_path: Path) -> None:
         check_fresh(folder)
     assert caught.value.exit_code == 1 and str(folder.checkpoints) in caught.value.what
     assert "resume=True" in caught.value.next_step and "restart=True" in caught.value.next_step
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_before_the_ranks_start_ends_at_once(tmp_path: Path, number: int) -> None:
+    folder, said = RunDir(tmp_path / "run"), list[str]()
+
+    def progress(what: str, done: float, total: int) -> None:
+        said.append(what)
+
+    with (
+        stop_request() as request,
+        pytest.raises(KeyboardInterrupt if number == signal.SIGINT else Terminated),
+        alone(folder),
+    ):
+        run_ranks(
+            folder,
+            JOB,
+            "tests.runtime.launching.launch_worker:write_rank",
+            1,
+            {"stop_by": number},
+            steps=1,
+            resume=False,
+            on_step=None,
+            progress=progress,
+            watch=pytest.fail,
+            wait=lambda: request.end_before_ranks(progress),
+        )
+    assert said[-1] == f"{signal.Signals(number).name}: ending at once, as no rank has started"
+    assert [path.name for path in folder.root.iterdir()] == [".training"]
+    assert not psutil.Process().children()
+    with alone(folder):
+        pass
 
 
 def test_what_was_left_is_moved_and_told(tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ def test_a_lost_rank_is_replaced_and_a_signal_stops_with_a_checkpoint(
         "SIGTERM: stopping" in line for line in said
     )
     assert {"tokens_per_s", "images_per_s", "memory_gib", "unit_mfu"} <= set(result.steps[0])
-    assert list((job[0].dir.root / "tensorboard").glob("*/events*"))
+    assert list(job[0].dir.tensorboard.glob("events*"))
     assert not psutil.Process().children(recursive=True)
 
     resumed = train(*job, steps=50, resume=True, on_step=lambda step: stop_file(logs).touch())

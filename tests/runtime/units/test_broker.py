@@ -6,6 +6,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from disttrain_cli.costs.memory import SENT_SLOTS
-from disttrain_cli.costs.memory import communicators as counted
+from disttrain_cli.costs.nccl import CONTEXT_CTAS, MESSAGE_CTAS, WORLD_CTAS
 from disttrain_cli.data.slots import Slot, replica_items, slot_items
 from disttrain_cli.models.layer import TensorSpec
 from disttrain_cli.runtime.messages.hollow import alone
@@ -180,7 +181,7 @@ def branched() -> StageGraph:
     return stage_graph(layout, "llm")
 
 
-def test_communicators_are_as_many_as_the_memory_model_counts() -> None:
+def test_a_rank_is_in_few_communicators() -> None:
     graph = branched()
     for rank in range(graph.world_size):
         place = graph.coords(rank)
@@ -188,8 +189,9 @@ def test_communicators_are_as_many_as_the_memory_model_counts() -> None:
             grid = UnitGrid(graph, place)
             sizes = [dist.get_world_size(group) for group in grid.groups.values()]
             here, stage = place.stage.number, place.stage
-            assert sum(size > 1 for size in sizes) == counted(
-                len(stage.before) + len(stage.after), tp=stage.tp, dp=stage.unit.dp
+            cuts = len(stage.before) + len(stage.after)
+            assert sum(size > 1 for size in sizes) == (
+                1 + (stage.tp > 1) + (stage.unit.dp > 1) + 2 * cuts
             )
             assert set(grid.ways) == {
                 way
@@ -259,3 +261,24 @@ def test_communicators_are_made_in_as_few_rounds_as_a_rank_has(
         made |= dict.fromkeys(one.ranks, 1 + max(made[rank] for rank in one.ranks))
         own.update(one.ranks)
     assert (len(found), max(made.values()), max(own.values())) == (count, most, most)
+
+
+def test_few_channels_for_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bounds are those of the price; what has none keeps NCCL's own options."""
+
+    class Options:
+        def __init__(self, is_high_priority_stream: bool = False) -> None:
+            self.urgent, self.config = is_high_priority_stream, SimpleNamespace()
+
+    kinds = ("world", "messages", "context parallel", "data parallel", "tensor parallel")
+    assert all(communicators.nccl_options(kind, "nccl") is None for kind in kinds)  # a CPU build
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False)
+    found = [communicators.nccl_options(kind, "nccl") for kind in kinds]
+    assert [one and (one.config.min_ctas, one.config.max_ctas, one.urgent) for one in found] == [
+        (WORLD_CTAS, WORLD_CTAS, False),
+        (MESSAGE_CTAS, MESSAGE_CTAS, True),
+        (CONTEXT_CTAS, CONTEXT_CTAS, True),
+        None,
+        None,
+    ]
+    assert all(communicators.nccl_options(kind, "gloo") is None for kind in kinds)

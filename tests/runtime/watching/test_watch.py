@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from disttrain_cli.errors import RankFailedError, RankLostError
+from disttrain_cli.errors import RankFailedError, RankLostError, Terminated
 from disttrain_cli.runtime.launching import supervise
-from disttrain_cli.runtime.launching.starts import Reports
+from disttrain_cli.runtime.launching.starts import Reports, move_aside
+from disttrain_cli.runtime.watching import watch as watch_module
 from disttrain_cli.runtime.watching.judged import Judged
 from disttrain_cli.runtime.watching.trackers import (
     NewSamples,
@@ -311,10 +312,9 @@ def test_the_first_signal_asks_and_the_second_ends(tmp_path: Path) -> None:
         with pytest.raises(KeyboardInterrupt):  # `--json` has a document then, too
             os.kill(os.getpid(), signal.SIGINT)
             signal.sigtimedwait([], 0)
-        with pytest.raises(SystemExit) as left:
+        with pytest.raises(Terminated):
             os.kill(os.getpid(), signal.SIGTERM)
             signal.sigtimedwait([], 0)
-        assert left.value.code == 128 + signal.SIGTERM
 
 
 class FakeWandb:
@@ -346,8 +346,8 @@ def test_wandb_takes_figures_and_goes_on_under_the_same_name(
     wandb = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     run = write_run(tmp_path, tmp_path, track=["wandb"])
-    for resume in (False, True, False):
-        [tracker] = trackers_of(run, "start-000", resume, pytest.fail)
+    for resumed in (None, 3, None):
+        [tracker] = trackers_of(run, resumed, pytest.fail)
         tracker.write(3, figures(ROW))
         tracker.write(2, {"verdict": "learning", "drawn/0": np.zeros((2, 3, 3), np.uint8)})
         tracker.close()
@@ -389,17 +389,44 @@ def test_trackers_get_samples_as_scores_texts_and_images(tmp_path: Path) -> None
         "samples/read": "| asked | model | data |\n| --- | --- | --- |\n| read/0.png | a\\nb | b |",
     }
     run = write_run(tmp_path, tmp_path, track=["tensorboard"])
-    [tracker] = trackers_of(run, "start-000", False, pytest.fail)
+    [tracker] = trackers_of(run, None, pytest.fail)
     tracker.write(2, values | {"drawn/0": image})
     tracker.close()
-    events = EventAccumulator(str(run.dir.root / "tensorboard" / "start-000"))
+    events = EventAccumulator(str(run.dir.tensorboard))
     events.Reload()
     assert events.Scalars("samples/exact_match")[0].step == 2
     assert events.Images("drawn/0")[0].width == 3
     assert "samples/answers/text_summary" in events.Tags()["tensors"]
 
 
-def test_samples_of_a_start_reach_trackers_once(tmp_path: Path) -> None:
+def test_tensorboard_draws_a_training_as_one_curve_and_a_restarted_one_as_another(
+    tmp_path: Path,
+) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    def curve(folder: Path) -> list[tuple[int, float]]:
+        events = EventAccumulator(str(folder))
+        events.Reload()
+        return [(one.step, one.value) for one in events.Scalars("loss/total")]
+
+    run = write_run(tmp_path, tmp_path, track=["tensorboard"])
+    for number, (resumed, steps) in enumerate([(None, range(4)), (2, range(2, 6)), (None, [0, 1])]):
+        if number == 2:
+            assert move_aside(run.dir)
+        [tracker] = trackers_of(run, resumed, pytest.fail)
+        for step in steps:
+            tracker.write(step, {"loss/total": float(number)})
+        tracker.close()
+    aside = run.dir.root / "earlier" / "000" / "tensorboard"
+    assert curve(aside) == [(0, 0.0), (1, 0.0), (2, 1.0), (3, 1.0), (4, 1.0), (5, 1.0)]
+    assert curve(run.dir.tensorboard) == [(0, 2.0), (1, 2.0)]
+
+
+def test_samples_of_a_start_reach_trackers_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ignored = SimpleNamespace(signal=lambda *_: None, set_wakeup_fd=lambda *_: None)
+    monkeypatch.setattr(watch_module, "signal", ignored)  # this process stays as it is
     drawn_samples(tmp_path / "step-000001")
     taken: list[tuple[int, dict[str, object]]] = []
     tracker = SimpleNamespace(

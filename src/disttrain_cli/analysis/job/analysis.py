@@ -19,6 +19,7 @@ from disttrain_cli.analysis.graph import Delays, Graph
 from disttrain_cli.analysis.job.comparisons import compare_sums
 from disttrain_cli.analysis.job.costing import peak_of, shares_cores
 from disttrain_cli.analysis.job.database import Database
+from disttrain_cli.analysis.job.device_clocks import slow_clocks
 from disttrain_cli.analysis.job.files import recorded_steps
 from disttrain_cli.analysis.job.graph import build_graph
 from disttrain_cli.analysis.job.inside import inside
@@ -277,6 +278,7 @@ def _straggle(
         clocks_s=max((one.error_us or 0.0 for one in database.clocks if one.applied), default=0.0)
         / 1e6,
         steps_measured=database.query("iterations")[0]["measured"],
+        slow_clocks=slow_clocks(database),
     )
     if findings:
         mended = replace(graph, recorded=Delays(*state))
@@ -351,6 +353,7 @@ def _memory(database: Database) -> list[MemoryRow]:
                 **row,
                 predicted_gib=stage.peak_gib if stage else None,
                 limit_gib=stage.limit_gib if stage else None,
+                reserve_gib=stage.reserve_gib if stage else None,
                 of_process=database.job is not None and shares_cores(database.job),
             )
         )

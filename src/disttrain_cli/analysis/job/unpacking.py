@@ -64,7 +64,12 @@ AMOUNTS = (
     "peer",
     "late_ns",
     "exchange_ns",
+    "sm_mhz",
+    "power_w",
+    "throttle",
 )
+#: Those that most rows lack.
+NULLABLE = AMOUNTS[AMOUNTS.index("exchange_ns") :]
 
 
 class _Args(msgspec.Struct, gc=False):
@@ -79,6 +84,9 @@ class _Args(msgspec.Struct, gc=False):
     peer: int | None = None
     late_ns: int = 0
     exchange_ns: int | None = None
+    sm_mhz: int | None = None
+    power_w: int | None = None
+    throttle: int | None = None
     gib: float | None = msgspec.field(name="GiB", default=None)
 
 
@@ -204,7 +212,7 @@ def _row(
                 "start_ns": start_ns,
                 "end_ns": start_ns,
                 "bytes": round(args.gib * 2**30),
-                "exchange_ns": None,
+                **dict.fromkeys(NULLABLE),
             }
         )
     # without a slot: a bar of a whole step

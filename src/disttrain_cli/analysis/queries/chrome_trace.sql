@@ -29,7 +29,7 @@ WITH rows AS (
         ts: (start_ns - $origin) / 1e3, dur: duration_ns / 1e3,
         args: {step: step, slot: slot, module: module, tokens: tokens, images: images, sequences: sequences,
                sum_length_sq: sum_length_sq, bytes: bytes, peer: peer, late_ns: late_ns,
-               exchange_ns: exchange_ns}}) AS event
+               exchange_ns: exchange_ns, sm_mhz: sm_mhz, power_w: power_w, throttle: throttle}}) AS event
     FROM rows
     UNION ALL
     SELECT sent_ns, to_json({ph: 's', name: 'transfer', cat: 'transfer', id: number + $first_id, pid: from_place,
@@ -43,6 +43,7 @@ WITH rows AS (
     UNION ALL
     SELECT end_ns, to_json({ph: 'C', name: 'memory of rank ' || rank, cat: 'memory', pid: u.place, tid: rank,
                             ts: (end_ns - $origin) / 1e3, step: step, module: module, args: {GiB: bytes / 1073741824}})
-    FROM trace JOIN units u USING (unit) WHERE operation = 'memory' AND list_contains($steps, step)
+    FROM trace JOIN units u USING (unit) WHERE operation = 'memory' AND coalesce(module, '') NOT IN ('device', 'allocator')
+      AND list_contains($steps, step)
 )
 SELECT event::VARCHAR AS event FROM events ORDER BY at_ns;

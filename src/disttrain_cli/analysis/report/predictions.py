@@ -200,7 +200,7 @@ def memory(analysis: Analysis) -> str:
             f"<b>{figure(row.measured_gib)} GiB</b>",
             *(
                 "–" if value is None else f"{figure(value)} GiB"
-                for value in (row.predicted_gib, row.limit_gib)
+                for value in (row.predicted_gib, row.limit_gib, row.outside_gib, row.reserve_gib)
             ),
             "–" if not row.limit_gib else percent(row.measured_gib / row.limit_gib),
         ]
@@ -216,7 +216,15 @@ def memory(analysis: Analysis) -> str:
                 else "The plan is for the worst sequence."
             ),
             table(
-                ["Stage", "Peak", "Planned peak", "Limit", "Share of limit"],
+                [
+                    "Stage",
+                    "Peak",
+                    "Planned peak",
+                    "Limit",
+                    "Outside PyTorch's allocator",
+                    "Reserve in the plan",
+                    "Share of limit",
+                ],
                 rows,
                 label="Memory",
             ),

@@ -190,6 +190,18 @@ class MemoryRow(Struct, frozen=True, kw_only=True):
         Meta(description="Peak that the plan predicts for the worst sequence; null if unknown."),
     ]
     limit_gib: float | None
+    outside_gib: Annotated[
+        float | None,
+        Meta(
+            description=(
+                "Peak memory outside of torch's allocator on a device after the first step, other"
+                " ranks' included if they share it; null on a CPU."
+            )
+        ),
+    ] = None
+    reserve_gib: Annotated[
+        float | None, Meta(description="Memory that the plan reserves for it; null if unknown.")
+    ] = None
     of_process: Annotated[
         bool, Meta(description="True on a CPU, where the whole process is measured.")
     ] = False

@@ -32,11 +32,12 @@ def all_of(checkpoints: Path) -> list[Path]:
     """Return the folders of all checkpoints, damaged ones too, the newest last."""
     return sorted(
         (path for path in checkpoints.glob("step-*") if path.name.removeprefix("step-").isdigit()),
-        key=_step,
+        key=step_of,
     )
 
 
-def _step(folder: Path) -> int:
+def step_of(folder: Path) -> int:
+    """Return the number of steps that a checkpoint's weights have been trained for."""
     return int(folder.name.removeprefix("step-"))
 
 
@@ -57,6 +58,13 @@ def best_of(checkpoints: Path) -> Path | None:
             if told.get("sound", True) and math.isfinite(told.get("held_out_loss", math.nan)):
                 losses[folder] = told["held_out_loss"]
     return min(losses, key=lambda folder: losses[folder], default=None)
+
+
+def trained(run: Run) -> Path | None:
+    """Return the checkpoint that a run results in: the newest, or with `keep_best` the best."""
+    spec = run.file.train.evaluated
+    best = best_of(run.dir.checkpoints) if spec and spec.keep_best else None
+    return best or latest(run.dir.checkpoints)
 
 
 def superseded(checkpoints: Path, keep: int, keep_best: bool = False) -> list[Path]:
@@ -96,7 +104,7 @@ def remove_leftovers(checkpoints: Path) -> None:
 
 def how_to_go_on(folder: Path) -> str:
     """Return the advice for a checkpoint that cannot be used."""
-    earlier = [other for other in all_of(folder.parent) if _step(other) < _step(folder)]
+    earlier = [other for other in all_of(folder.parent) if step_of(other) < step_of(folder)]
     return (
         f"Move {folder} away to go on from {earlier[-1].name}, or {ANEW}."
         if earlier

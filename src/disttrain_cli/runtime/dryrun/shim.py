@@ -6,11 +6,14 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import os
+import resource
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 
@@ -18,7 +21,10 @@ from disttrain_cli.calls import call
 from disttrain_cli.errors import DisttrainError
 
 COMPILERS = ("c++", "g++", "clang++")
-_LONGEST_S = 300
+#: Limits of the compiler, which takes seconds of a core: CPU time of each of its processes, and
+#: wall time, which a busy machine stretches.
+_CPU_S, _WALL_S = 300, 3600
+SPENT = "CPU time limit exceeded"  # in the errors of g++
 
 
 def environment() -> dict[str, str]:
@@ -53,7 +59,7 @@ def _try_out(library: Path, variables: dict[str, str]) -> None:
         env=os.environ | variables,
         capture_output=True,
         text=True,
-        timeout=_LONGEST_S,
+        timeout=_WALL_S,
     )
     if library.name not in done.stdout:
         raise DisttrainError(
@@ -146,11 +152,23 @@ def _compile(source: str, torch: Path, library: Path) -> None:
 
 
 def _run(words: list[str]) -> subprocess.CompletedProcess[str]:
-    """Run a compiler; raises DisttrainError if it cannot be started or times out."""
+    """Run a compiler; raises DisttrainError if it cannot be started, or loops or hangs."""
     try:
-        return subprocess.run(words, capture_output=True, text=True, timeout=_LONGEST_S)
+        done = subprocess.run(
+            words,
+            capture_output=True,
+            text=True,
+            timeout=_WALL_S,
+            # the signal of the soft limit tells a driver why the compiler proper ended
+            preexec_fn=partial(resource.setrlimit, resource.RLIMIT_CPU, (_CPU_S, _CPU_S + 5)),
+        )
+        if done.returncode != -signal.SIGXCPU and SPENT not in done.stderr:
+            return done
+        what, why = f"{words[0]} did not end", f"it was given {_CPU_S} s of CPU time"
     except OSError as error:
         what, why = f"{words[0]} cannot be started", error.strerror or str(error)
     except subprocess.TimeoutExpired:
-        what, why = f"{words[0]} did not end", f"it was given {_LONGEST_S} s"
+        load = f"{os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
+        what = f"{words[0]} did not end"
+        why = f"it was given {_WALL_S} s; load of this machine: {load}"
     raise DisttrainError(what, why, "Mend it, or put another compiler first in PATH.")

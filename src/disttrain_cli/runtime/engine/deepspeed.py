@@ -103,7 +103,7 @@ class StageEngine(PipelineEngine):
         if partitions:  # trap 8 forbids a subclass
             self.optimizer.step = partial(step_by_group, self.optimizer, partitions, self.gathering)
         if self.using_bf16_optimizer:
-            add_at_once(partitions)
+            add_at_once(pair for one in partitions for pair in one.sums)
         weights = [one.weights for one in partitions] or [
             group["params"] for group in groups_of(self.optimizer)
         ]

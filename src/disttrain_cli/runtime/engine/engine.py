@@ -10,8 +10,8 @@ optimizer, but takes part in that reduction (deepspeed traps 7, 19, 33; docs/dee
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -39,6 +39,7 @@ from disttrain_cli.runtime.engine.split import SplitSchedule, WeightPass
 from disttrain_cli.runtime.engine.stage import StageRunner
 from disttrain_cli.runtime.units import communicators
 from disttrain_cli.runtime.units.broker import Broker, Brokers
+from disttrain_cli.runtime.watching.sensors import sensor_of
 from disttrain_cli.runtime.watching.tracing import Tracer
 from disttrain_cli.runtime.watching.turns import Turns
 from disttrain_cli.spec.plan import Layout
@@ -91,6 +92,8 @@ class UnitEngine:
         # of the last step's global batch, weighted, by name
         self.step_losses: dict[str, float] = {}
         self.largest: list[float] = []  # maxima over the ranks of the last step's `told` values
+        self._sensor = sensor_of(self.device)
+        self._reading: dict[str, int] = {}  # the sensor's of this step, as columns of a row
 
     @property
     def basic_optimizer(self) -> Any:
@@ -152,7 +155,7 @@ class UnitEngine:
                 for slot in range(len(order.slots)):
                     if self.upstream is not None:
                         self._receive_activation(slot)
-                    with located(self.coords, "forward", slot):
+                    with self._at("forward", slot):
                         self._forward(slot)
                     self.runner.in_flight.pop(slot)
                     if self.downstream is not None:
@@ -203,7 +206,7 @@ class UnitEngine:
                 method = self._INSTRUCTIONS[kind]
                 operation = method.removeprefix("_")
                 self.tracer.begin(operation, slot)
-                with located(self.coords, operation.replace("_", " "), slot):
+                with self._at(operation.replace("_", " "), slot):
                     getattr(self, method)(slot)
                 forwards += kind is schedule.ForwardPass
                 backwards += kind is schedule.BackwardPass
@@ -233,10 +236,9 @@ class UnitEngine:
         batch = self.fetch(slot)
         self.data_wait_ns += self.tracer.now() - asked_ns
         self.tracer.record("load", start, slot=slot)
-        with self._memory("forward", slot):
-            self._state[slot] = self.runner.forward(
-                slot, self._state.pop(slot, {}), batch, self._timed("forward", slot)
-            )
+        self._state[slot] = self.runner.forward(
+            slot, self._state.pop(slot, {}), batch, self._timed("forward", slot)
+        )
 
     def _send_activation(self, slot: int) -> None:
         # last stage of a shorter line; other lines have more stages
@@ -257,7 +259,7 @@ class UnitEngine:
     def _backward(self, slot: int) -> None:
         if self.coords.stage.weight_delay is None and slot == len(self.order.slots) - 1:
             self.stage.reduction.expect()
-        with self._memory("backward", slot), self.stage.backward_under_way():
+        with self.stage.backward_under_way():
             gradients = self.runner.backward(
                 slot, self._state.pop(slot, {}), self._timed("backward", slot)
             )
@@ -270,7 +272,7 @@ class UnitEngine:
         slots = left if slot == left.start else range(slot, slot + 1)
         if slots is left:
             self.stage.reduction.expect(self.runner.waiting(slots))
-        with self._memory("weights", slot), self.stage.backward_under_way():
+        with self.stage.backward_under_way():
             self._compute_weights(slots)
 
     def _compute_weights(self, slots: range) -> None:
@@ -305,9 +307,8 @@ class UnitEngine:
 
     def _step(self, slot: int) -> None:
         start = self.tracer.mark()
-        with self._memory("optimizer step", slot):
-            self._update()
-        self.tracer.record("step", start)
+        self._update()
+        self.tracer.record("step", start, **self._reading)
 
     def _sum_tied_gradients(self) -> None:
         """Sum the gradients of a tied weight's two copies on different stages.
@@ -373,6 +374,9 @@ class UnitEngine:
         largest = to_device(self._told(), self.device, torch.float64)
         if len(largest):
             dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        if self._sensor is not None:  # while the device computes what the host has queued
+            reading = self._sensor.read()
+            self._reading = {} if reading is None else reading._asdict()
         values = read(torch.cat([sums, largest]))
         self.tracer.anchor()
         self.largest = values[len(sums) :]
@@ -400,8 +404,14 @@ class UnitEngine:
         print(f"skipped: {error.what} ({error.why})", flush=True)
         drop_gradients(self.optimizer)
 
-    def _memory(self, operation: str, slot: int) -> AbstractContextManager[None]:
-        return out_of_memory(self.coords, self.layout, operation, slot)
+    @contextmanager
+    def _at(self, operation: str, slot: int) -> Iterator[None]:
+        """Locate any error of an operation, NCCL's in its messages among them."""
+        with (
+            located(self.coords, operation, slot),
+            out_of_memory(self.coords, self.layout, operation, slot),
+        ):
+            yield
 
     def _timed(self, operation: str, slot: int) -> Callable[[str], Callable[[], None]]:
         """Return a function that times a module and records its trace row and work in the slot."""

@@ -8,6 +8,7 @@ numbers are not finite.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,6 +24,8 @@ from disttrain_cli.spec.stage_graph import RankCoords
 
 #: Limit of consecutive skipped steps, after which a model is assumed not to recover.
 MOST_SKIPPED = 10
+#: NCCL's texts: error 2 is cudaErrorMemoryAllocation and CUDA_ERROR_OUT_OF_MEMORY.
+NCCL_FULL = re.compile(r"out of memory|(Cuda|CUDA) failure 2\b|Failed to CUDA (c|m)alloc")
 PHASES = ("forward", "backward", "gradients")
 _NOTHING_FOUND = torch.iinfo(torch.int64).max
 # base of the digits (phase, slot, layer, module) of a key; fits any pipeline into 63 bits
@@ -121,15 +124,23 @@ def out_of_memory(coords: RankCoords, layout: Layout, operation: str, slot: int)
     """
     try:
         yield
-    except RuntimeError as error:  # torch.OutOfMemoryError is one
-        if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(
-            error
-        ):
+    except RuntimeError as error:  # torch.OutOfMemoryError and dist.DistBackendError are
+        if (why := full_memory(error)) is None:
             raise
         what = f"Out of memory in the {_where(coords, operation, slot)}"
-        raise OutOfMemoryError(
-            what, str(error).strip().splitlines()[0], memory_advice(coords, layout)
-        ) from error
+        raise OutOfMemoryError(what, why, memory_advice(coords, layout)) from error
+
+
+def full_memory(error: RuntimeError) -> str | None:
+    """Return the line of an error that reports a failed allocation; None if it is another error.
+
+    NCCL allocates the buffers of connections itself, when they are first used.
+    """
+    lines = str(error).strip().splitlines()
+    if isinstance(error, dist.DistBackendError):
+        return next((f"NCCL: {line.strip()}" for line in lines if NCCL_FULL.search(line)), None)
+    full = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+    return lines[0] if full else None
 
 
 @contextmanager

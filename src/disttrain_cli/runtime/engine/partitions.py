@@ -31,6 +31,12 @@ class Partition:
     master_P: Tensor  # fp32
     sums_N: Tensor | None  # bf16: fp32 sums of gradients, allocated across steps
 
+    @property
+    def sums(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """The weights, each with its part of `sums_N`."""
+        assert self.sums_N is not None
+        return views(self.weights, self.sums_N)
+
     def own_of(self, gradients_N: Tensor) -> Tensor:
         """Return the part of a flat tensor that this rank owns."""
         return gradients_N.narrow(
@@ -82,11 +88,14 @@ def own_values(weights: Sequence[nn.Parameter], replicas: int, replica: int) -> 
     return values_P
 
 
-def add_at_once(partitions: Iterable[Partition]) -> None:
+def add_at_once(weights: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
     """Add a weight's gradient to its fp32 sum as soon as it is computed, and free it (bf16).
 
     DeepSpeed holds the gradients of all weights to the end of a backward, when most activations
     are held too.
+
+    Args:
+        weights: trained weights with their sums.
     """
 
     def add(weight: Tensor, total: Tensor) -> None:
@@ -94,10 +103,8 @@ def add_at_once(partitions: Iterable[Partition]) -> None:
         total.add_(weight.grad)
         weight.grad = None
 
-    for one in partitions:
-        assert one.sums_N is not None
-        for weight, total in views(one.weights, one.sums_N):
-            weight.register_post_accumulate_grad_hook(partial(add, total=total))
+    for weight, total in weights:
+        weight.register_post_accumulate_grad_hook(partial(add, total=total))
 
 
 def views(weights: Sequence[nn.Parameter], flat_N: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:

@@ -2,8 +2,10 @@
 
 NCCL creates a communicator when its group is first used: every member has to join, no other rank
 takes part, and there is no time limit. So the members first announce themselves through the store,
-and then send a few bytes. All ranks create their groups in one order (`communicators`), so that no
-rank waits for one that waits for it.
+and then use the group as training does, with a few bytes, because NCCL connects, and allocates,
+what is used: over a group for messages each rank sends to, or receives from, all its peers in one
+batch; a CP group exchanges; the others sum. All ranks create their groups in one order
+(`communicators`), so that no rank waits for one that waits for it.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ import torch
 import torch.distributed as dist
 
 from disttrain_cli.errors import DisttrainError
+from disttrain_cli.models.group import wire
+from disttrain_cli.runtime.engine.faults import full_memory
 from disttrain_cli.runtime.launching.ending import within
 from disttrain_cli.runtime.launching.meeting import MEETING_S, arrive, named
 from disttrain_cli.runtime.launching.process import LATE_S, REMEDIES
@@ -39,15 +43,15 @@ def check_groups(
         DisttrainError: members are missing, or a group does not work within the limit; the message
             names them and the usual remedies. Where NCCL does not return, the process exits with
             that error.
+        dist.DistBackendError: NCCL has no memory for its connections.
     """
-    return {
-        name: _connect(name, group, coords, device, limit_s) for name, group in grid.groups.items()
-    }
+    return {name: _connect(name, grid, coords, device, limit_s) for name in grid.groups}
 
 
 def _connect(
-    name: str, group: dist.ProcessGroup, coords: RankCoords, device: torch.device, limit_s: float
+    name: str, grid: UnitGrid, coords: RankCoords, device: torch.device, limit_s: float
 ) -> float:
+    group = grid.groups[name]
     size, backend = dist.get_world_size(group), dist.get_backend(group)
     waited_s, limit_s = min(MEETING_S, limit_s), min(CONNECTING_S, limit_s)
     where = f"unit {coords.unit.name}, stage {coords.stage.index}, host {socket.gethostname()}"
@@ -68,20 +72,50 @@ def _connect(
             f"rank {coords.rank} waited; {where}",
             "Look at the logs of the missing.",
         )
-    begun, ones = time.monotonic(), torch.ones(1, device=device)
+    begun = time.monotonic()
     try:
         with within(limit_s + LATE_S, lambda: unreachable(f"not connected within {limit_s:g} s")):
-            dist.all_reduce(ones, group=group, async_op=True).wait(timedelta(seconds=limit_s))
-            total = float(ones)
+            arrived, expected = _used(name, grid, coords, device, timedelta(seconds=limit_s))
     except (dist.DistError, RuntimeError) as error:
+        if full_memory(error):
+            raise
         raise unreachable(str(error).splitlines()[0]) from None
-    if total != size:
+    if arrived != expected:
         raise DisttrainError(
-            f'The group "{name}" of rank {coords.rank} sums wrongly over {backend}',
-            f"{size} ranks each gave 1; the sum is {total:g}",
+            f'The group "{name}" of rank {coords.rank} works wrongly over {backend}',
+            f"its {size} ranks should give {expected}; they gave {arrived}",
             REMEDIES.get(backend, ""),
         )
     return time.monotonic() - begun
+
+
+def _used(
+    name: str, grid: UnitGrid, coords: RankCoords, device: torch.device, limit: timedelta
+) -> tuple[list[float], list[float]]:
+    """Use a group once; return the numbers that arrived, and those that should have."""
+    group, members = grid.groups[name], dist.get_process_group_ranks(grid.groups[name])
+    if name in grid.exchanges:
+        sends, peers = grid.exchanges[name]
+        start, given = (dist.isend, [coords.rank] * len(peers)) if sends else (dist.irecv, peers)
+        rows = torch.full((len(peers), 1), float(coords.rank), device=device)
+        works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(start, row, peer, group)
+                for row, peer in zip(rows.unbind(), peers, strict=True)
+            ]
+        )
+        for work in works:
+            work.wait(limit)
+        return rows.flatten().tolist(), [float(rank) for rank in given]
+    if grid.cp is not None and grid.cp.ranks is group:
+        sent = torch.full((len(members),), float(coords.rank), device=wire(device, group))
+        rows = torch.empty_like(sent)
+        work = dist.all_to_all_single(rows, sent, group=group, async_op=True)
+        work.wait(limit)
+        return rows.tolist(), [float(rank) for rank in members]
+    ones = torch.ones(1, device=device)
+    dist.all_reduce(ones, group=group, async_op=True).wait(limit)
+    return ones.tolist(), [float(len(members))]
 
 
 def call_roll(store: dist.Store, ranks: Sequence[int], local: int, limit_s: float) -> list[int]:

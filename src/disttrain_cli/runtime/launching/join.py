@@ -24,6 +24,7 @@ from disttrain_cli.errors import RankLostError
 from disttrain_cli.models import flash4
 from disttrain_cli.models.graph import layer_table
 from disttrain_cli.models.tying import tied_layers
+from disttrain_cli.runtime.launching.cores import bind_cores
 from disttrain_cli.runtime.launching.descriptors import needed, raise_limit
 from disttrain_cli.runtime.launching.devices import check_devices, identity, rank_device
 from disttrain_cli.runtime.launching.ending import follow
@@ -98,6 +99,8 @@ def join(payload: dict[str, Any], stack: ExitStack) -> Joined:
     if profile.device.kind == "cuda":
         print(set_cuda_environment(run.file.cluster.ranks_per_gpu), flush=True)
     device = rank_device(profile.device.kind)
+    if device.type == "cuda":
+        print(bind_cores(device), flush=True)
     check_fit(run, profile.device, device)
     flash4.use(profile.device.flash_attention)
     check_memory(plan, profile.device, coords, device)

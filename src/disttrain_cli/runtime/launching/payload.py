@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
 #: Entry points of ranks.
 TRAIN, PREFLIGHT = "disttrain_cli.runtime.worker:main", "disttrain_cli.runtime.worker:preflight"
-#: For ranks without a `disttrain` command that waits: the first one ends with the verdict.
-TRAIN_AND_JUDGE = "disttrain_cli.mitigation.learned:main"
 
 
 def payload_of(

@@ -21,6 +21,7 @@ from torch.distributed import distributed_c10d
 from disttrain_cli.errors import DisttrainError
 from disttrain_cli.runtime.launching.ending import within
 from disttrain_cli.runtime.launching.launch import LISTENER
+from disttrain_cli.runtime.units.communicators import nccl_options
 
 ABORT_S = 5.0
 LATE_S = 5.0  # extra time for calls with the same limit, which fail with a better reason
@@ -136,6 +137,7 @@ def joined(
             rank=int(os.environ["RANK"]),
             world_size=int(os.environ["WORLD_SIZE"]),
             timeout=timeout,
+            pg_options=nccl_options("world", backend),
         )
         if backend == "nccl":
             # intended

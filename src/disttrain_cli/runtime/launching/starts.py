@@ -41,6 +41,7 @@ def run_ranks(
     progress: Progress,
     note: Callable[[str], object] = lambda sentence: None,
     watch: Callable[[], None] = lambda: None,
+    wait: Callable[[], None] = lambda: None,
     variables: Mapping[str, str] | None = None,
 ) -> Reports:
     """Start the processes of a job and follow them to the end.
@@ -51,6 +52,7 @@ def run_ranks(
     Args:
         note: called with each note of `before_fork`.
         watch: called about every 50 ms once the start has begun.
+        wait: called about every 50 ms until then.
         variables: added to the processes' environment.
 
     Raises:
@@ -71,6 +73,8 @@ def run_ranks(
         return {"name": name, "steps_file": str(reports)}
 
     def poll() -> None:
+        if not begun:
+            wait()
         for reader in begun:
             reader.poll()
             watch()
@@ -267,9 +271,8 @@ def move_aside(folder: RunDir) -> list[str]:
     A folder that is a link or another disk stays: the run's files in it are moved to an
     `earlier/NNN/` inside it.
     """
-    left = [
-        path for path in (folder.traces, folder.checkpoints, folder.images) if any(_left_in(path))
-    ]
+    outputs = (folder.traces, folder.checkpoints, folder.images, folder.tensorboard)
+    left = [path for path in outputs if any(_left_in(path))]
     if not left:
         return []
     numbers = [
@@ -312,6 +315,7 @@ def _left_in(path: Path) -> Iterator[Path]:
         "pulse",
         "sampling",
         "starter.log",
+        "events.out.tfevents.*",
     ):
         yield from path.glob(pattern)
     yield from {

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, Protocol
 
-from disttrain_cli.errors import RankLostError, SpecError
+from disttrain_cli.errors import RankLostError, SpecError, Terminated
 from disttrain_cli.runtime.checkpoints.folder import latest
 from disttrain_cli.runtime.launching.starts import Reports
 from disttrain_cli.runtime.watching.hang import HangWatch
@@ -85,8 +85,14 @@ class StopRequest:
     def hear(self, number: int, frame: FrameType | None) -> None:
         """Handle a signal: the first requests a stop, a second ends this process and the ranks."""
         if self.signal is not None:
-            raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+            raise KeyboardInterrupt if number == signal.SIGINT else Terminated
         self.signal = signal.Signals(number)
+
+    def end_before_ranks(self, progress: Progress) -> None:
+        """End this process if a stop is requested: no rank runs, so there is nothing to save."""
+        if self.signal is not None:
+            progress(f"{self.signal.name}: ending at once, as no rank has started", 0, 0)
+            raise KeyboardInterrupt if self.signal == signal.SIGINT else Terminated
 
     def pass_on(self, logs: Path, progress: Progress) -> None:
         """Pass the request on to the ranks, once."""

@@ -231,7 +231,7 @@ class HollowEngine(UnitEngine):
         for _ in self.coords.stage.layers if self.coords.unit.dp_cp_size > 1 else ():
             join(self.module.mpu().dp_proc_group)
 
-    def _memory(self, operation: str, slot: int) -> Any:
+    def _at(self, operation: str, slot: int) -> Any:
         return _Silence()
 
 

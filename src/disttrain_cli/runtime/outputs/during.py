@@ -1,6 +1,7 @@
-"""Samples of each new checkpoint during training.
+"""Samples of the trained model, and of each new checkpoint during training.
 
-A low-priority process on the CPU generates a few answers and images, one checkpoint at a time.
+During training, a low-priority process on the CPU generates a few answers and images, one
+checkpoint at a time.
 """
 
 from __future__ import annotations
@@ -67,6 +68,18 @@ def sample(
         on_poll=poll,
     )
     return read_samples(folder)
+
+
+def sample_trained(
+    run: Run, profile: Profile, checkpoint: Path, progress: Progress
+) -> Samples | None:
+    """Generate the samples of a finished training as `sample`, and report missing answers."""
+    progress("sampling", 0, 0)
+    samples, asked = sample(run, profile, checkpoint), run.file.samples
+    if samples is not None and (asked.answers or asked.metrics) and not samples.answers:
+        why = "the data have no held-out conversation" if asked.answers else "it is 0"
+        progress(f"warning: samples.answers: nothing was answered, {why}", 0, 0)
+    return samples
 
 
 class During:

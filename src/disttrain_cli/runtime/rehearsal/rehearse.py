@@ -129,6 +129,7 @@ def rehearse(
                 on_step=take,
                 progress=progress,
                 watch=watch,
+                wait=lambda: request.end_before_ranks(progress),
             )
         except RankLostError as error:
             error.rank = None if error.rank is None else emulation.rank_of(error.rank)

@@ -109,6 +109,7 @@ def main(payload: dict[str, Any]) -> None:
                     cluster_clock(clock, payload["began_ns"]),
                     say,
                     kept_steps=run.file.train.keep_trace_steps,
+                    ranks=whole.world_size,
                 )
                 for rank in recorded
             ],

@@ -4,7 +4,7 @@ NCCL has no tags: on one communicator the messages of two ranks pair by their or
 operations run one after the other. Neighbouring stages therefore have two separate communicators,
 one in each direction, so that rows that wait for their receiver block neither rows in the other
 direction nor any collective. All ranks of both stages share them, whatever their DP and TP: a rank
-is in few (`costs.memory.communicators` counts them).
+is in few (`costs.nccl` prices them).
 
 Gloo pairs by tag, whatever the order, and every gloo group is a full mesh of sockets: there
 messages use the world's.
@@ -14,14 +14,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
+from disttrain_cli.costs.nccl import CONTEXT_CTAS, MESSAGE_CTAS, WORLD_CTAS
 from disttrain_cli.spec.stage_graph import Stage, StageGraph
 
 #: Process group of messages, by (number of the sending stage, number of the receiving stage).
 Ways = dict[tuple[int, int], dist.ProcessGroup]
+#: Bounds of NCCL's channels, hence of its multiprocessors and memory, by kind of communicator.
+CTAS = {"world": WORLD_CTAS, "messages": MESSAGE_CTAS, "context parallel": CONTEXT_CTAS}
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,33 @@ class Communicator:
 def in_order() -> bool:
     """Return True if messages pair by their order alone, and a send may block (NCCL, not gloo)."""
     return dist.get_backend() != "gloo"
+
+
+def nccl_options(kind: str, backend: str) -> Any | None:
+    """Return NCCL's options for a communicator of this kind; None for its own, or without NCCL.
+
+    What computation waits for, messages and exchanges of CP groups, gets a stream of high priority.
+    """
+    if kind not in CTAS or backend != "nccl" or not hasattr(dist, "ProcessGroupNCCL"):
+        return None
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=kind != "world")
+    options.config.min_ctas = options.config.max_ctas = CTAS[kind]
+    options._timeout = distributed_c10d.default_pg_nccl_timeout  # torch warns of any other
+    return options
+
+
+def peers(graph: StageGraph, way: tuple[int, int], rank: int) -> list[int]:
+    """Return the ranks with which a rank exchanges rows over a cut, as `routes` may find them.
+
+    Inside a unit that is the rank of the same coordinates. Items of different units are assigned
+    to replicas anew in each step: any rank of the other stage.
+    """
+    here, there = (graph.stages[number] for number in way)
+    if rank in there.ranks:
+        here, there = there, here
+    if here.unit is there.unit:
+        return [there.ranks[here.ranks.index(rank)]]
+    return list(there.ranks)
 
 
 def communicators(graph: StageGraph, messages: bool) -> Iterator[Communicator]:

@@ -39,6 +39,8 @@ class UnitGrid(PipelineParallelGrid):
     # all groups of this rank by name, in order of creation
     groups: dict[str, dist.ProcessGroup]
     ways: communicators.Ways  # for messages to and from neighbouring stages; empty for gloo
+    # (True if this rank sends, its peers) by names of the groups of `ways`
+    exchanges: dict[str, tuple[bool, list[int]]]
 
     def __init__(self, graph: StageGraph, coords: RankCoords) -> None:
         self._topo = RaggedTopology(graph, coords)
@@ -57,14 +59,23 @@ class UnitGrid(PipelineParallelGrid):
         )
         self.dp_groups: list[list[int]] = []
         self.p2p_groups: list[list[int]] = []
-        self.groups, self.ways = {"world": dist.group.WORLD}, {}
+        self.groups, self.ways, self.exchanges = {"world": dist.group.WORLD}, {}, {}
         for one in communicators.communicators(graph, messages=communicators.in_order()):
-            group = dist.new_group(list(one.ranks), group_desc=one.name)
+            group = dist.new_group(
+                list(one.ranks),
+                group_desc=one.name,
+                pg_options=communicators.nccl_options(one.kind, dist.get_backend()),
+            )
             if one.kind == "data parallel":
                 self.dp_groups.append(list(one.ranks))
             if coords.rank in one.ranks:
                 self.groups[one.name] = group
                 self._join(one, group, coords)
+                if one.way is not None:
+                    self.exchanges[one.name] = (
+                        coords.stage.number == one.way[0],
+                        communicators.peers(graph, one.way, coords.rank),
+                    )
         self.pp_group, self.pp_proc_group = list(range(self.world_size)), dist.group.WORLD
         self.slice_group, self.slice_proc_group = [coords.rank], None
 

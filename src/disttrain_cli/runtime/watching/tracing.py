@@ -8,7 +8,7 @@ import math
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import takewhile
 from pathlib import Path
@@ -59,6 +59,7 @@ class SegmentWriter:
     Args:
         kept_steps: newest steps whose segments are retained, also of earlier starts; the others are
             deleted when a segment is written. None: all.
+        abandoned: folders of segments that no process writes any more, deleted by the same rule.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class SegmentWriter:
         run: str,
         say: Callable[[str], None] = print,
         kept_steps: int | None = None,
+        abandoned: Sequence[Path] = (),
     ) -> None:
         self.rows: list[dict[str, Any]] = []
         self._schema = arrow_schema(columns)
@@ -76,7 +78,7 @@ class SegmentWriter:
         self._open: io.FileIO | None = None
         self._open_steps = 0
         self._failed = False
-        self._kept_steps = kept_steps
+        self._kept_steps, self._abandoned = kept_steps, abandoned
         self._last_steps: dict[Path, int | None] = {}  # last step by segment
 
     def keep(self) -> None:
@@ -140,15 +142,19 @@ class SegmentWriter:
             self._prune(self._kept_steps)
 
     def _prune(self, kept_steps: int) -> None:
-        for file in self._folder.glob("segment-*"):
-            if file not in self._last_steps:
-                self._last_steps[file] = last_step(file)
+        for folder in (self._folder, *self._abandoned):
+            for file in folder.glob("segment-*"):
+                if file not in self._last_steps:
+                    self._last_steps[file] = last_step(file)
         newest = self._last_steps.get(self._segment(".parquet", self._segments - 1))
         for file, last in list(self._last_steps.items()):
             if newest is not None and last is not None and last <= newest - kept_steps:
                 with suppress(OSError):  # the file stays: nothing is lost
                     file.unlink(missing_ok=True)
                     del self._last_steps[file]
+        for folder in self._abandoned:
+            with suppress(OSError):  # it is not empty, or gone
+                folder.rmdir()
 
     def _segment(self, ending: str, number: int | None = None) -> Path:
         number = self._segments if number is None else number
@@ -183,6 +189,8 @@ class Tracer:
         clock: the host's (`wall_clock`).
         device_clock: given if the host runs ahead of its device; then rows have the device's times.
         kept_steps: as of `SegmentWriter`.
+        ranks: number of ranks; rank 0 also deletes old segments of ranks beyond it, which a start
+            on more ranks left.
     """
 
     pulse: Pulse | None = None
@@ -201,9 +209,16 @@ class Tracer:
         say: Callable[[str], None] = print,
         device_clock: DeviceClock | None = None,
         kept_steps: int | None = None,
+        ranks: float = math.inf,
     ) -> None:
+        others = () if coords.rank else folder.glob("rank-*")
         self._writer = SegmentWriter(
-            folder / f"rank-{coords.rank:05d}", TRACE_COLUMNS, run, say, kept_steps
+            folder / f"rank-{coords.rank:05d}",
+            TRACE_COLUMNS,
+            run,
+            say,
+            kept_steps,
+            [path for path in others if path.name[5:].isdigit() and int(path.name[5:]) >= ranks],
         )
         self.now, self._device = clock, device_clock
         # rows whose times are not known yet

@@ -174,19 +174,24 @@ def figures_of(plan: Plan) -> dict[str, float]:
     }
 
 
-def trackers_of(run: Run, name: str, resume: bool, say: Callable[[str], None]) -> list[Tracker]:
-    """Return the run file's trackers, in the run's folder; `name` is that of the start."""
+def trackers_of(run: Run, resumed: int | None, say: Callable[[str], None]) -> list[Tracker]:
+    """Return the run file's trackers, in the run's folder.
+
+    Args:
+        resumed: step at which this start goes on with the same curves, whose values from there on
+            it repeats; None at step 0 of new curves.
+    """
     connects = {
-        "tensorboard": lambda: _tensorboard(run.dir.root / "tensorboard" / name),
-        "wandb": lambda: _wandb(run, resume),
+        "tensorboard": lambda: _tensorboard(run.dir.tensorboard, resumed),
+        "wandb": lambda: _wandb(run, resumed is not None),
     }
     return [Tracker(kind, connects[kind], say) for kind in dict.fromkeys(run.file.train.track)]
 
 
-def _tensorboard(folder: Path) -> tuple[Write, Callable[[], None]]:
+def _tensorboard(folder: Path, resumed: int | None) -> tuple[Write, Callable[[], None]]:
     from torch.utils.tensorboard import SummaryWriter
 
-    writer = SummaryWriter(str(folder))
+    writer = SummaryWriter(str(folder), purge_step=resumed)
 
     def write(step: int, values: Mapping[str, Value]) -> None:
         for name, value in values.items():

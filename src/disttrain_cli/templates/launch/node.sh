@@ -30,6 +30,7 @@ for ((waited = 0; waited < 300; waited++)); do
 done
 
 @{agent.sh}
+@{finish}
 # What started this script goes by its exit code: 143 for ranks that were told to end and have a checkpoint, 1 for a
 # job that is refused (`begin`, above), 4 for ranks that failed. A stop file is the user's, who wants no new start.
 if [[ "$code" -eq 0 || "$stopped" == "stop file" ]]; then exit 0; fi

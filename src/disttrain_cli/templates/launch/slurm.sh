@@ -25,6 +25,7 @@ code=0
 follow "$child" || code=$?
 
 @{stopped.sh}
+@{finish}
 if [[ "$stopped" == SIGUSR1 ]]; then
   echo "The time limit is near; queued again"
   scontrol requeue "$SLURM_JOB_ID"

@@ -12,4 +12,5 @@ child=''
 @{follow.sh}
 
 @{agent.sh}
+@{finish}
 exit "$code"

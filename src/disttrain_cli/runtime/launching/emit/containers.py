@@ -39,7 +39,8 @@ def write_script(
     folder = job.parent.resolve()
     begun = folder / "begun"
     begun.unlink(missing_ok=True)
-    values = common(run, job, start) | {
+    values = common(run, job, start, PYTHON)
+    values |= {
         "run": run.file.name,
         "kind": kind,
         "place": place,
@@ -50,8 +51,8 @@ def write_script(
         "ranks": '"${counts[node]}"',
         "master": '"${hosts[0]}"',
         "begin": 'if [[ "$node" -eq 0 ]]; then begin; fi',
+        "finish": values["finish"] and f'if [[ "$node" -eq 0 ]]; then\n{values["finish"]}\nfi',
         "begun": shlex.quote(str(begun)),
-        "python": PYTHON,
         "restarts": str(restarts),
     }
     return write_whole(folder / f"{kind}.sh", filled("node.sh", values))

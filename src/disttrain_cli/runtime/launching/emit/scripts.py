@@ -20,7 +20,7 @@ from pydantic import BaseModel
 
 from disttrain_cli.errors import SpecError
 from disttrain_cli.runtime.launching.emit.hosts import Node
-from disttrain_cli.runtime.launching.payload import PREFLIGHT, TRAIN_AND_JUDGE, payload_of
+from disttrain_cli.runtime.launching.payload import PREFLIGHT, TRAIN, payload_of
 from disttrain_cli.runtime.launching.rank import JobFile
 from disttrain_cli.spec.rundir import RunDir, stop_file, stopped_file
 from disttrain_cli.spec.runfile import Run
@@ -79,7 +79,7 @@ def write_job(
         "ranks_of_hosts": [len(node.ranks) for node in nodes],
     }
     job = JobFile(
-        target=PREFLIGHT if start.preflight else TRAIN_AND_JUDGE,
+        target=PREFLIGHT if start.preflight else TRAIN,
         payload=payload,
         logs=logs,
         ranks=plan.plan.gpus_used,
@@ -104,8 +104,10 @@ def filled(name: str, values: Mapping[str, Any]) -> str:
     )
 
 
-def common(run: Run, job: Path, start: Start) -> dict[str, str]:
-    """Return the values that every script uses: paths, the program, and network settings."""
+def common(
+    run: Run, job: Path, start: Start, python: str = f"{shlex.quote(sys.executable)} -m"
+) -> dict[str, str]:
+    """Return the values that every script uses: paths, programs, and network settings."""
     logs = start.folder(run).logs.resolve()
     setup = run.file.cluster.slurm.setup
     interface = run.file.cluster.interface
@@ -125,7 +127,10 @@ def common(run: Run, job: Path, start: Start) -> dict[str, str]:
         else "set +u\n# shellcheck source=/dev/null\n"
         f"source {shlex.quote(str(run.resolve(setup)))}\nset -u",
         "exports": "\n".join(exports),
-        "python": f"{shlex.quote(sys.executable)} -m",
+        "python": python,
+        "finish": ""
+        if start.preflight
+        else filled("finish.sh", {"python": python}).rstrip(),  # for the first host alone
         "restarts": str(start.restarts(run)),
         "port": str(run.file.cluster.port),
     }

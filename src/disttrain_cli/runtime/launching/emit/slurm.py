@@ -51,7 +51,10 @@ def emit_slurm(
     values |= {
         "options": "\n".join(_options(run, nodes, folder, serving)),
         "tasks": str(sum(counts)),
-        "distribution": f"block --ntasks-per-node={counts[0]}" if even else "arbitrary",
+        # Slurm's own spreads neighbouring ranks over sockets, away from their GPUs.
+        "distribution": (
+            f"block:block --ntasks-per-node={counts[0]}" if even else "arbitrary:block"
+        ),
         "uneven": (
             ""
             if even

@@ -88,6 +88,7 @@ def _scripts(run: Run, nodes: list[Node], job: Path, start: Start) -> list[str]:
                 "ranks": len(node.ranks),
                 "span": f"{node.ranks[0]} to {node.ranks[-1]}",
                 "begin": begin if number == 0 else "",
+                "finish": values["finish"] if number == 0 else "",
             },
         )
         for number, node in enumerate(nodes)
