@@ -87,7 +87,7 @@ def test_clips_that_nobody_hears_are_no_segments_and_long_ones_are_named(own_run
     (skipped,) = build_index(run, HEARING).skipped
     assert (
         skipped.key == "long"
-        and skipped.reason == "a clip of 0.6 s, longer than the 0.6 s that the model hears"
+        and skipped.reason == "a clip of 0.6 s, longer than the model's limit of 0.6 s"
     )
 
 

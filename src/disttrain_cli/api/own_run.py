@@ -113,7 +113,7 @@ def own_run(folder: Path, model: str, data: str, devices: int, progress: Progres
         }
         run, index = _index(Path(scratch), fields, given, values, progress)
         if VIDEOS in index.unread and run.published and run.published.family.video:
-            values["video"] = "  video: {}  # read as the model's processor says\n"
+            values["video"] = "  video: {}  # read with the settings of the model's processor\n"
             run, index = _index(Path(scratch), fields, given, values, progress)
         starting_weights(run)
         for what, count in index.unread.items():

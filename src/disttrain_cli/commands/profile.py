@@ -53,9 +53,9 @@ corrected by its traces, and the replaced profile is kept as profile.json.before
 #: Names of the hardware catalogue, for --help alone: reading it would slow every command's start.
 CATALOGUE = "A100, A100-40GB, A800, H100, H800, H200, B200"
 DEVICE_HELP = (
-    "Where to measure: auto (what the run file says, then CUDA where there is one), cpu, cuda; or"
-    f" analytic:NAME for a device of the catalogue ({CATALOGUE}), or any other whose"
-    " cluster.peak_tflops and cluster.memory_gib the run file gives."
+    "Device to measure: auto (that of the run file, else CUDA if available), cpu, cuda; or"
+    f" analytic:NAME for a device of the catalogue ({CATALOGUE}), or any other for which the run"
+    " file sets cluster.peak_tflops and cluster.memory_gib."
 )
 
 CALIBRATE_HELP = (

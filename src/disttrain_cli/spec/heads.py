@@ -114,7 +114,7 @@ class Head(Strict):
         Raises:
             ValueError: items have no budget, or not this one.
         """
-        raise ValueError(f"{budget.stated}: {self.what} have no pixel budget of their own")
+        raise ValueError(f"{budget.stated}: {self.what} have no separate pixel budget")
 
     def tokens_of(self, sizes: Any, part: Any, parts: Any) -> Any:
         """Return LLM tokens [N] of items that are part `part` [N] of the `parts` [N] of a file.
@@ -338,7 +338,7 @@ class ImageInput(Head):
     def budgeted(self, numbers: Numbers, budget: PixelBudget) -> Numbers:
         try:
             if len(numbers) > 2:
-                raise ValueError("a video has no pixel budget of its own")
+                raise ValueError("a video has no separate pixel budget")
             rule = self.processor or ImageProcessor(resize="budget", max_pixels=self.max_pixels)
             width, height = rule.budgeted(
                 (numbers[0], numbers[1]), budget, self.patch_px * self.merge, self.max_pixels
@@ -465,8 +465,8 @@ class AudioInput(Head):
         if width <= self.longest_ms:
             return None
         return (
-            f"a clip of {width / 1e3:.1f} s, longer than the {self.longest_ms / 1e3:g} s that the"
-            " model hears"
+            f"a clip of {width / 1e3:.1f} s, longer than the model's limit of"
+            f" {self.longest_ms / 1e3:g} s"
         )
 
     def size(self, area: Any) -> Any:

@@ -198,7 +198,7 @@ def test_segments_of_tars_state_them_too(tmp_path: Path) -> None:
     index = build_index(make_run(tmp_path, [{"path": "data"}], max_bad_fraction=1.0), inputs)
     assert [index.keys[0], index.tokens[0]] == ["a", 1]
     assert [one.key for one in index.skipped] == ["b", "c"]
-    assert "images to generate have no pixel budget of their own" in index.skipped[0].reason
+    assert "images to generate have no separate pixel budget" in index.skipped[0].reason
     assert index.skipped[1].reason == "segments[0] has a pixel budget, which only images have"
 
 

@@ -221,7 +221,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (turns("a", "b", chat_template_kwargs={"c": "d"}), "`chat_template_kwargs` of a record"),
     (
         turns({"content": "a", "images": ["0.jpg"]}, "b"),
-        "messages[0] has `images`: it is read beside",
+        "messages[0] has `images`: it is supported next to",
     ),
     (turns("a", "b", conversations=[{"from": "gpt", "value": "b"}]), "differ: keep"),
     (
@@ -605,7 +605,7 @@ def test_images_of_pairs_stand_behind_their_system_turn(tmp_path: Path) -> None:
         ({"rejected": "c"}, "`rejected`: preference data"),
         ({"chosen": "c"}, "`chosen`: preference data"),
         ({"tool_calls": [{"name": "c"}]}, "`tool_calls`: tool calls"),
-        ({"image": "0.jpg"}, "has `image`: it is read beside the turns"),
+        ({"image": "0.jpg"}, "has `image`: it is supported next to the turns"),
         ({"weight": 0.5}, "has the weight 0.5"),
     ],
 )

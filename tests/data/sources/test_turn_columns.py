@@ -271,7 +271,7 @@ def test_columns_that_change_what_a_text_means(tmp_path: Path, images: bool) -> 
         assert [one[-1] for one in said] == [("a", True), ("d", True)]
         assert list(skipped) == ["row 1", "row 2"]
         assert "`rejected`" in skipped["row 1"]
-        assert "a text beside `prompt` and `response`" in skipped["row 2"]
+        assert "a text next to `prompt` and `response`" in skipped["row 2"]
         assert read(path, "text")[1] == {}  # the run file says that it is meant
 
 

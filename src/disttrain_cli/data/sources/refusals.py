@@ -132,7 +132,7 @@ def check_text(record: Mapping[str, Any]) -> None:
                 raise ValueError(f"a text that is a JSON of {form}: write them as turns")
     _check_preferences(record)
     if form := prompted(key for key in record if says(record[key])):
-        raise ValueError(f"a text beside {form}: keep the intended one")
+        raise ValueError(f"a text next to {form}: keep the intended one")
     for key, value in record.items():
         if _holds_turns(value):
             raise ValueError(f"`{key}` has turns: they are read from `messages`")
@@ -176,7 +176,7 @@ def check_turn(turn: Mapping[str, Any], where: str) -> None:
     _check_preferences(turn)
     for key in MEDIA_OF_TURNS:
         if says(turn.get(key)):
-            raise ValueError(f"{where} has `{key}`: it is read beside the turns, not in them")
+            raise ValueError(f"{where} has `{key}`: it is supported next to the turns, not in them")
     for key in DETAILS:
         if says(turn.get(key)):
             raise ValueError(f"{where} has `{key}`: a turn is trained as a whole or not at all")
