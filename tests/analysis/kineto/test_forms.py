@@ -112,7 +112,7 @@ def test_two_jobs_in_one_folder_are_told_apart(tmp_path):
     traces.job(tmp_path / "b" / "earlier", one, ahead=[-(10**10), -(10**10)])
     times = analyze([tmp_path / "b"])
     assert same(times) == alone
-    assert any("left out (another time" in warning for warning in times.warnings)
+    assert any("left out (different time" in warning for warning in times.warnings)
 
 
 def test_a_rank_that_comes_twice_at_once_counts_once(tmp_path):
@@ -279,7 +279,7 @@ def test_numbers_and_names_of_any_size(tmp_path):
     path = traces.write(tmp_path / "rank0.json", traces.document(found))
     found = analyze([path])
     assert {row.kind for row in found.kernels} == {"communication", "compute"}
-    assert any("2 events of rank0.json are broken" in warning for warning in found.warnings)
+    assert any("2 events of rank0.json are malformed" in warning for warning in found.warnings)
     assert ask([path], "SELECT external_id FROM events WHERE name = 'nul \0 name'").rows == [
         (2**63 - 1,)
     ]

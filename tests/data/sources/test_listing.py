@@ -310,7 +310,7 @@ def test_a_dataset_saved_over_an_older_one_is_read_alone(tmp_path: Path) -> None
     (tmp_path / "a" / "state.json").write_text(json.dumps({"_data_files": files}))
     found, said = names(tmp_path, [])
     assert found == [*new, "b/data-00000-of-00001.arrow"]
-    assert f"{', '.join(old[:3])} and 1 more (not of the dataset" in said
+    assert f"{', '.join(old[:3])} and 1 more (not part of the last saved" in said
 
 
 ONE = "configs: [{config_name: x, data_files: [{split: train, path: a.parquet}, SPLIT]}]"
