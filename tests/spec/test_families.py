@@ -91,7 +91,7 @@ def test_what_was_filled_in_reads_the_same_again(folder):
         ("config", {"text_config": {"model_type": "gemma"}}, "unknown architecture 'gemma'"),
         ("preprocessor", {"do_resize": False}, "do_resize"),
         ("preprocessor", {"do_pad": True}, "do_pad"),
-        ("preprocessor", {"size": {"shortest_edge": 16}}, "size is not"),
+        ("preprocessor", {"size": {"shortest_edge": 16}}, "size differs from"),
         ("preprocessor", {"resample": 9}, "resample"),
         ("preprocessor", {"size": 48, "crop_size": 48}, "does not fit the tower"),
         ("preprocessor", {"image_std": [0, 0, 0]}, "image_std does not fit"),
