@@ -234,7 +234,7 @@ def test_drifted_data_come_into_the_profile(recorded, run_folder, capsys):
     assert (
         code == 0
         and "images per sequence" in out
-        and "images read per sequence where the plan was made" in err
+        and "images read per sequence instead of the planned" in err
     )
     old, new = recorded.planned, read_profile(run_folder / "runs" / "tiny" / "profile.json")
     assert len(new.data.sample.tokens) == 128 and new.data.sequences == old.data.sequences
