@@ -81,14 +81,14 @@ def api() -> str:
         'table = dt.sql("SELECT * FROM steps", trained.run_dir)  # pyarrow.Table\n'
         "```",
         (
-            "A run file is given as a path, as its folder, or as what `open_run` returned;"
+            "A run file is passed as a path, as its folder, or as the result of `open_run`;"
             ' `open_run(path, "train.steps=100")` changes fields as `--set` does. Results are typed'
             " records, the objects that `--json` prints. `sql` returns an Arrow table:"
             " `.to_pandas()`, `.to_pylist()`, or `duckdb.sql` over the variable that holds it."
         ),
         (
-            "Nothing is printed. Pass `progress(what, done, total)` to follow what lasts,"
-            " `note(sentence)` for what a user should know (a warning, where weights come from),"
+            "Nothing is printed. Pass `progress(what, done, total)` to follow long operations,"
+            " `note(sentence)` for notes to the user (a warning, where weights come from),"
             " and `on_step(figures)` to `train`. `help(dt.plan)` explains arguments and errors."
         ),
         (
@@ -99,9 +99,9 @@ def api() -> str:
             " lines for a shell."
         ),
         (
-            "`train`, `rehearse` and `data_serve` handle SIGINT and SIGTERM while they last (call"
+            "`train`, `rehearse` and `data_serve` handle SIGINT and SIGTERM while they run (call"
             " them from the main thread). `train` starts a process per rank on this host; jobs on"
-            " several hosts are started with what `emit` writes."
+            " several hosts are started with the files of `emit`."
         ),
     ]
     before = read_by(Reader(shell=True))
@@ -177,12 +177,12 @@ def runfile() -> str:
         "# The run file",
         NOTICE,
         (
-            "`disttrain.yaml` says everything that a user decides about a run. Unknown keys are"
+            "`disttrain.yaml` contains all of a user's decisions about a run. Unknown keys are"
             " errors. `disttrain schema` prints the same as a JSON Schema, for editors"
             " ([schema/runfile.schema.json](schema/runfile.schema.json)). `--set KEY=VALUE`"
             " changes a field for one command: `--set train.steps=100`, `--set"
             " data.sources.0.weight=2`. `true` and `no` are"
-            " no numbers, nor is `1:30` (90 in YAML)."
+            " not numbers, nor is `1:30` (90 in YAML)."
         ),
         *_section("Top level", schema, schema["$defs"]),
     ]
@@ -199,22 +199,22 @@ def traces() -> str:
         (
             "`disttrain train` writes `runs/NAME/traces/`: one folder of Parquet segments per rank"
             " with a row for every operation, the steps as rank 0 reported them, and `job.json`"
-            " with the plan and the profile. A segment is written whole, so a crash loses at most"
-            " the open one. Any Parquet reader reads them. Traces grow with every step, and all are"
-            " kept unless [`train.keep_trace_steps`](runfile.md) says for how many of the newest"
-            " steps: a segment whose last step is older is deleted when the next one of its folder"
-            " is written, and `disttrain analyze` and `disttrain watch` say from which step on they"
-            " have traces. The rows of `steps/` and `logs/` always stay: one a step."
+            " with the plan and the profile. A segment is written atomically, so a crash loses at"
+            " most the open one. Any Parquet reader reads them. Traces grow with every step, and"
+            " all are kept unless [`train.keep_trace_steps`](runfile.md) sets the number of newest"
+            " steps to keep: a segment whose last step is older is deleted when the next one of its"
+            " folder is written, and `disttrain analyze` and `disttrain watch` report the first"
+            " step with traces. The rows of `steps/` and `logs/`, one per step, are never deleted."
         ),
         (
             "`disttrain train --profile-steps A:B` adds torch's profile of those steps,"
-            " `traces/kineto/`: a Kineto file per rank in which every operation is marked."
-            " `disttrain analyze` says what its time is made of."
+            " `traces/kineto/`: a Kineto file per rank in which every operation is annotated."
+            " `disttrain analyze` breaks down its time."
         ),
         (
             "`disttrain analyze --sql QUERY` runs one SELECT over the views below. It is read-only,"
             " no other file can be reached, and no extension loaded; an answer of more than"
-            " 1,000,000 rows is refused. The view `columns` holds what the tables below say."
+            " 1,000,000 rows is refused. The view `columns` contains the tables below."
         ),
     ]
     parts += _views(documented_views("own"), "")
@@ -222,32 +222,31 @@ def traces() -> str:
         "Operations of a row: " + ", ".join(f"`{operation}`" for operation in OPERATIONS) + ".",
         (
             "On a CPU a row has the time of the host. A GPU runs behind its host, and a row has the"
-            " times at which the GPU's stream came to the row's beginning and end, by events that"
+            " times at which the GPU's stream reached the row's beginning and end, by events that"
             " are read later: a `forward` lasts as long as its kernels with the gaps between them,"
             " a `receive_*` or `wait` as long as the stream waited, a `load` as long as the stream"
-            " had nothing to do until data came, the copy to the device included (the host may have"
-            " waited longer: `data_wait_s` of a step). Rows of a rank follow each other. A step"
-            " lasts until its `step` row ends, which is after its host reported it. Rows of what"
-            " the GPU has not done when a step's rows are written come with those of the next."
+            " was idle until data arrived, the copy to the device included (the host may have"
+            " waited longer: `data_wait_s` of a step). Rows of a rank do not overlap. A step lasts"
+            " until its `step` row ends, which is after its host reported it. Rows of work that the"
+            " GPU has not finished when a step's rows are written are written with the next step."
         ),
         (
-            "Where messages run behind passes (`overlap` of a plan), `reduce` is what is left of"
-            " the reduction after the last pass, `step` does not last until weights are gathered,"
-            " and the first `forward` of a step may wait for them inside. In a rehearsal `step`"
-            " ends when the norm is known, and what is left of optimizer and gathering is a `wait`"
+            "If messages overlap with passes (`overlap` of a plan), `reduce` is the exposed part of"
+            " the reduction after the last pass, `step` ends before weights are gathered, and the"
+            " first `forward` of a step may include waiting for them. In a rehearsal `step` ends"
+            " when the norm is known, and the exposed part of optimizer and gathering is a `wait`"
             " before the first `forward`."
         ),
         (
-            "`weights` (gradients of weights later than those of inputs) has a row per slot and"
-            " module, as a backward has. Those that are left after a step's last backward are"
-            " computed layer by layer over all their slots. Each of their rows is as long as all"
-            " that was computed of its slot and module, and they stand one after the other in the"
-            " order of the slots: their lengths are measured, where one ends and the next begins"
-            " is not."
+            "`weights` (deferred weight gradients) has a row per slot and module, as a backward"
+            " has. Those remaining after a step's last backward are computed layer by layer over"
+            " all of their slots. Each of their rows is as long as the computation for its slot and"
+            " module took, and they are listed one after the other in the order of the slots: their"
+            " lengths are measured, but not the times of their boundaries."
         ),
-        "Of Kineto or Chrome JSON, whatever PyTorch job wrote it, the same option asks these:",
+        "For Kineto or Chrome JSON of any PyTorch job, the same option queries these views:",
         *_views(documented_views("kineto"), "Kineto: "),
-        "Of operation-level Parquet this:",
+        "For operation-level Parquet:",
         *_views(documented_views("study"), "Operation-level: "),
     ]
     return _page(parts)
@@ -283,7 +282,7 @@ def _views(views: dict[str, View], of: str) -> list[str]:
 def _section(name: str, definition: dict[str, Any], definitions: dict[str, Any]) -> list[str]:
     rows = ["| field | type | default | meaning |", "|---|---|---|---|"]
     for field, about in definition["properties"].items():
-        default = "required" if field in definition.get("required", []) else "its own defaults"
+        default = "required" if field in definition.get("required", []) else "its defaults"
         if "default" in about:
             default = f"`{json.dumps(about['default'])}`"
         rows.append(f"| `{field}` | {_type(about)} | {default} | {about.get('description', '')} |")

@@ -247,7 +247,7 @@ def test_model_configurations(folder, refused, old, new, named):
         ),
         (
             lambda data: (data / "mixed" / "00000.tar").write_bytes(b"no tar" * 999),
-            ["data/mixed/00000.tar", "not a whole tar"],
+            ["data/mixed/00000.tar", "not a complete tar"],
         ),
         (lambda data: [write_tar(tar, []) for tar in data.rglob("*.tar")], ["no usable sample"]),
         (

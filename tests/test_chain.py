@@ -245,7 +245,7 @@ def test_the_report_is_one_page_that_loads_nothing(chain):
         and page.count("data:image/jpeg;base64,") == 3
         and "<svg" in page
     )
-    assert "Draw a zero." in page and "a judge sees what was asked for" in page
+    assert "Draw a zero." in page and "a judge recognises what the prompt requested" in page
 
 
 def test_queries_see_the_work_of_every_module(chain):
@@ -374,7 +374,7 @@ def test_a_run_goes_on_with_one_more_source(chain, tmp_path):
     line = next(line for line in text.splitlines() if line.startswith(old))
     file.write_text(text.replace(line, "\n".join([line, new, phases])))
     code, out, err = disttrain(demo, "train", "--resume", "--steps", 9)
-    assert code == 1 and out == "" and "another run file" in err and "disttrain profile" in err
+    assert code == 1 and out == "" and "a different run file" in err and "disttrain profile" in err
     data = document(demo, "profile", "--device", "cpu")["data"]
     mixed = [(0, [2, 1]), (5, [2, 1, 0.5]), (7, [2, 0, 3])]
     assert [(one["step"], one["weights"]) for one in data["phases"]] == mixed

@@ -46,12 +46,12 @@ A traceback appears only with DISTTRAIN_DEBUG=1.
 MACHINE_ERRORS = {
     errno.ENOSPC: "Free some space and run the command again.",
     errno.EDQUOT: "Free some of your quota and run the command again.",
-    errno.EACCES: "Give yourself access to it, or choose another folder.",
-    errno.EPERM: "Give yourself access to it, or choose another folder.",
-    errno.EROFS: "Choose a folder that can be written.",
-    errno.ENOTDIR: "Choose another folder, or move that file away.",
-    errno.EISDIR: "Name a file, or move that folder away.",
-    errno.EEXIST: "Move it away, or choose another folder.",
+    errno.EACCES: "Change its permissions, or choose another folder.",
+    errno.EPERM: "Change its permissions, or choose another folder.",
+    errno.EROFS: "Choose a writable folder.",
+    errno.ENOTDIR: "Choose another folder, or move that file.",
+    errno.EISDIR: "Name a file, or move that folder.",
+    errno.EEXIST: "Move it, or choose another folder.",
     errno.ENAMETOOLONG: "Choose a shorter name.",
     errno.EMFILE: "Raise the limit of open files: ulimit -n 65536",
 }
@@ -165,7 +165,9 @@ def _without_output(error: OSError) -> int:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for the flush at exit
     if error.errno != errno.EPIPE:
         Console().error(
-            "Cannot write the output", error.strerror or "", "Give it room, or write it elsewhere."
+            "Cannot write the output",
+            error.strerror or "",
+            "Free some space, or write it to another place.",
         )
     return 1
 

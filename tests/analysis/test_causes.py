@@ -62,9 +62,11 @@ def test_bubbles_that_no_layout_regains_are_no_fault(tmp_path, job):
     found, _ = found_in(tmp_path, job)
     lost = found.stragglers.lost_s["unit"]
     assert found.verdict.cause == "none" and lost > 0.05 * found.job.iteration_s
-    assert "the plan's own bubbles" in found.verdict.headline
+    assert "the plan's inherent bubbles" in found.verdict.headline
     (bubbles,) = [
-        row.value for row in found.verdict.evidence if row.what.startswith("the plan's own bubbles")
+        row.value
+        for row in found.verdict.evidence
+        if row.what.startswith("the plan's inherent bubbles")
     ]
     assert bubbles == pytest.approx(lost, rel=0.35)
     assert all(cause.gain_pct < 5 for cause in found.causes)
@@ -75,7 +77,7 @@ def test_bubbles_do_not_hide_a_fault(tmp_path, job):
     place = found.verdict.place
     assert (found.verdict.cause, place.unit, place.stage) == ("stage", "llm", 1)
     assert found.verdict.lost_s / found.job.iteration_s == pytest.approx(share, abs=0.01)
-    assert "slow for its work" in found.verdict.headline
+    assert "slower than its work explains" in found.verdict.headline
 
 
 def test_of_two_slow_ranks_the_one_is_named_whose_mending_gains(tmp_path, job):
@@ -115,7 +117,7 @@ def test_a_small_fault_is_none_with_what_it_costs(tmp_path, job):
 def test_a_slow_unit_is_no_matter_of_sharing(tmp_path, job):
     found, share = found_in(tmp_path, job, fault("stage", "image_encoder", 12.0))
     assert (found.verdict.cause, found.verdict.place.unit) == ("unit", "image_encoder")
-    assert "slow for their work" in found.verdict.headline
+    assert "slower than their work explains" in found.verdict.headline
     assert found.verdict.lost_s / found.job.iteration_s <= share + 0.01
 
 
@@ -202,7 +204,7 @@ def test_units_are_slow_beside_one_that_is_not(tmp_path, job):
         fault("stage", "image_encoder", 12.0),
         fault("stage", "image_generator", 40.0),
     )
-    slow = [one.place.unit for one in found.causes if "slow for their work" in one.told]
+    slow = [one.place.unit for one in found.causes if "slower than their work explains" in one.told]
     assert sorted(slow) == ["image_encoder", "image_generator"]
     assert sum(one.gain_s for one in found.causes) / found.job.iteration_s == pytest.approx(
         share, abs=0.03
@@ -273,7 +275,7 @@ def test_half_a_step_is_not_measured(tmp_path, job):
     for path in [*tmp_path.glob("rank-*/*.parquet"), *tmp_path.glob("steps/*.parquet")]:
         rows = pq.read_table(path)
         pq.write_table(rows.filter(pc.less(rows["end_ns"], half_ns)), path)
-    with pytest.raises(DataError, match="no whole step"):
+    with pytest.raises(DataError, match="no complete step"):
         analyze([tmp_path])
 
 

@@ -138,8 +138,8 @@ def test_the_command_shows_what_is_beyond_noise(
 ) -> None:
     arguments = ["analyze", own["slow"], "--compare", own["before"]]
     code, out, _ = call(arguments, capsys)
-    assert code == 0 and "ms of a step and rank" in out and "llm forward" in out
-    assert "more rows differ no more than steps do" in out and "Holm's correction" in out
+    assert code == 0 and "ms per step and rank" in out and "llm forward" in out
+    assert "more rows differ within the noise" in out and "Holm's correction" in out
     assert re.search(r"^kind +data ", out, re.M) and re.search(r"^kind +idle ", out, re.M)
     code, out, _ = call([*arguments, "--json", "--quiet"], capsys)
     times = json.loads(out)["compare"]["times"]

@@ -55,7 +55,7 @@ def test_comparisons(analysis, expression, expected):
         "nothing > 1",
         "slowdown > 1 or 1",
         "__import__('os') > 1",
-        "slowdown > mfu",  # a text to it, which is no number
+        "slowdown > mfu",  # a text to it, which is not a number
         "1 < slowdown",
         "slowdown => 1",
         "units.llm.name > 1",

@@ -47,7 +47,7 @@ def test_of_several_formats_in_a_folder_one_is_taken_and_the_others_are_said(
     parquet(table, "'a dog' AS caption")
     kind, files, said = find_format([tmp_path / "a"])
     assert (kind, files) == ("kineto", [trace, trace.with_name("settings.json")])
-    assert "trace.parquet in the same folder left out (they hold no operations" in said[0]
+    assert "trace.parquet in the same folder left out (they contain no operations" in said[0]
     table.write_bytes(b"half-written")
     assert find_format([tmp_path / "a"])[:2] == ("kineto", files)
     trace.write_text('{"displayTimeUnit": "ms", "disttrain": {}, "traceEvents": []}')
@@ -69,7 +69,7 @@ def test_files_and_folders_that_cannot_be_read_are_said_and_the_others_taken(
     assert (kind, files) == ("kineto", [trace])
     assert len(said) == 2 and any("gone.json cannot be read (No such file" in text for text in said)
     assert any("cannot be listed" in text for text in said)
-    with pytest.raises(DataError, match="No trace can be read here") as failed:
+    with pytest.raises(DataError, match="No readable trace here") as failed:
         trace.unlink()
         find_format([tmp_path])
     assert "gone.json cannot be read" in failed.value.why

@@ -80,7 +80,7 @@ def test_steps_longer_than_predicted_are_reported_also_on_shared_cores(tmp_path,
     found = analyze([tmp_path]).verdict
     assert found.cause == "none"
     predicted = next(row for row in found.evidence if row.what.startswith("step as the profile"))
-    recorded = next(row for row in found.evidence if row.what == "step as recorded")
+    recorded = next(row for row in found.evidence if row.what == "recorded step")
     times = recorded.value / predicted.value
     said = f"Steps take {times:.2g} times as long as the profile predicts for this work"
     assert (said in found.headline) == (cores and slower > 1)
@@ -101,7 +101,7 @@ def test_waits_for_cores_are_the_reason_where_the_kernel_counted_them(tmp_path, 
         spec = synthetic.Synthetic(**device, unit_factor=factors, core_wait_s=waited_s)
         synthetic.write(tmp_path / name, spec)
     waits, none = (analyze([tmp_path / name]).verdict for name in ("waits", "none"))
-    assert "waited 0.3 s of each" in waits.headline and "for a core (" in waits.headline
+    assert "waited 0.3 s per step" in waits.headline and "for a core (" in waits.headline
     assert waits.headline.index("for a core") < waits.headline.index("No straggler")
     assert waits.confidence <= 0.5 and (none.confidence <= 0.5) == cores
     assert "profile is wrong" not in waits.headline
@@ -115,12 +115,12 @@ def test_a_host_too_busy_to_rehearse_is_no_slow_link(tmp_path):
     synthetic.write(tmp_path / "in time", synthetic.Synthetic())
     busy, fault, in_time = (analyze([tmp_path / name]) for name in ("busy", "fault", "in time"))
     assert (busy.verdict.cause, busy.verdict.place) == ("unknown", Place(host="host-a"))
-    assert "too busy to keep the rehearsal on time" in busy.verdict.headline
+    assert "too busy to run the rehearsal in time" in busy.verdict.headline
     assert "rehearse.time_scale" in busy.verdict.advice
     assert busy.verdict.lost_s == pytest.approx(busy.job.iteration_s - in_time.job.iteration_s)
     assert abs(busy.stragglers.lost_s["unexplained"]) < 1e-6
     assert (fault.verdict.cause, fault.verdict.place.rank) == ("worker", 3)
-    assert "Also: Host host-a was too busy to keep the rehearsal on time" in fault.verdict.headline
+    assert "Also: Host host-a was too busy to run the rehearsal in time" in fault.verdict.headline
 
 
 @pytest.mark.parametrize("steps", [12, 40])

@@ -113,11 +113,11 @@ def test_a_rehearsal_is_announced_before_its_verdict(run_dir, tmp_path, capsys):
     (traces / "job.json").write_text(json.dumps(job))
     lines = call([traces], capsys)[1].splitlines()
     assert (
-        lines[0] == "Rehearsed: 2 processes stood for 6 GPUs; times are the cluster's. "
+        lines[0] == "Rehearsal: 2 processes emulated 6 GPUs; times are those of the cluster. "
         "Injected: slow stage (llm stage 1, × 1.2)."
     )
     assert lines[1] == json.loads(call([traces, "--json"], capsys)[1])["verdict"]["headline"]
-    assert "Rehearsed: 2 processes" in (tmp_path / "report.html").read_text()
+    assert "Rehearsal: 2 processes" in (tmp_path / "report.html").read_text()
 
 
 def test_sql_answers_as_a_table_or_as_json(run_dir, capsys):
@@ -155,7 +155,8 @@ def test_fail_if_is_exit_5_and_keeps_stdout_one_document(run_dir, capsys):
 def test_compare_and_html(run_dir, tmp_path, capsys):
     page = tmp_path / "page.html"
     code, out, _ = call([run_dir / "traces", "--compare", run_dir, "--html", page], capsys)
-    assert code == 0 and f"Against {run_dir}" in out and "job.iteration_s" in out and page.exists()
+    assert code == 0 and f"Compared with {run_dir}" in out
+    assert "job.iteration_s" in out and page.exists()
 
 
 def test_quiet_prints_the_report_only(run_dir, capsys):

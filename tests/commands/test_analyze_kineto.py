@@ -26,12 +26,12 @@ def slow_rank(tmp_path):
 def test_the_verdict_the_tables_and_the_next_command(slow_rank, capsys):
     code, out, err = call([slow_rank], capsys)
     assert code == 0 and out.startswith(
-        "Rank 2 is the straggler: it is last into 11 of 11 collectives"
+        "Rank 2 is the straggler: it is the last to join 11 of 11 collectives"
     )
     for title in (
         "Ranks; ms over",
-        "Collectives that cost most waiting",
-        "Kernels that take most time",
+        "Collectives with the longest waiting",
+        "Kernels with the largest total time",
         "Warnings",
     ):
         assert title in out
@@ -98,7 +98,7 @@ def test_names_steer_no_terminal(tmp_path, capsys):
 
 def test_a_file_that_is_no_trace_is_an_error_of_the_user(tmp_path, capsys):
     code, _, err = call([traces.write(tmp_path / "x.json", "{}")], capsys)
-    assert code == 1 and "x.json holds no traceEvents" in err
+    assert code == 1 and "x.json contains no traceEvents" in err
 
 
 def test_a_page_for_such_traces(slow_rank, tmp_path, capsys):

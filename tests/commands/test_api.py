@@ -89,7 +89,7 @@ def test_notes_go_to_who_asked_for_them(run_folder):
         (lambda run: train(run, resume=True), SpecError, "plan.yaml"),
         (lambda run: train(run, plan=run / "other.yaml"), SpecError, "other.yaml"),
         (lambda run: train(run, resume=True, restart=True), UsageError, "exclude each other"),
-        (lambda run: train(run, resume=True, origin=run), UsageError, "does not go with"),
+        (lambda run: train(run, resume=True, origin=run), UsageError, "cannot be combined with"),
         (lambda run: train(run, origin=run / "nothing"), SpecError, "no weights to start from"),
         (lambda run: analyze(run / "nothing"), DataError, "nothing"),
         (lambda run: api.sql("SELECT 1", run / "nothing"), DataError, "nothing"),
@@ -97,7 +97,7 @@ def test_notes_go_to_who_asked_for_them(run_folder):
         (lambda run: api.watch(run / "nothing"), DataError, "no run's folder"),
         (lambda run: api.explain_hang(run), DataError, "no dumps"),
         (lambda run: api.sample(run), UsageError, "neither prompts nor images"),
-        (lambda run: api.sample(run, prompts="Draw"), UsageError, "prompts is no list"),
+        (lambda run: api.sample(run, prompts="Draw"), UsageError, "prompts is not a list"),
         (lambda run: api.init(run, model="m"), UsageError, "model and data go together"),
         (lambda run: api.init(run, preset="tiny"), SpecError, "differs from the preset"),
         (lambda run: api.data_index_share(run, number=2, hosts=2), UsageError, "no share 2/2"),
@@ -106,7 +106,11 @@ def test_notes_go_to_who_asked_for_them(run_folder):
         (lambda run: plan(run, gpus=True), UsageError, "gpus cannot be True"),
         (lambda run: plan(run, top=-1), UsageError, "top cannot be -1"),
         (lambda run: plan(run, strategy="best"), UsageError, "strategy cannot be 'best'"),
-        (lambda run: api.compare_clusters(run, devices="H100"), UsageError, "devices is no list"),
+        (
+            lambda run: api.compare_clusters(run, devices="H100"),
+            UsageError,
+            "devices is not a list",
+        ),
         (lambda run: api.look(run, steps=40), UsageError, "whole numbers, 4 to 32"),
         (lambda run: api.sample(run, prompts=["a"], temperature=-1.0), UsageError, "temperature"),
         (lambda run: api.emit(run, kind="ssh"), UsageError, "kind cannot be 'ssh'"),
@@ -116,7 +120,7 @@ def test_notes_go_to_who_asked_for_them(run_folder):
         (
             lambda run: api.emit(run, kind="slurm", preflight=True, profile_steps=range(2)),
             UsageError,
-            "does not go with preflight=True",
+            "cannot be combined with preflight=True",
         ),
         (lambda run: api.open_run(run, "train.step=1"), UsageError, "unknown key"),
     ],
@@ -233,10 +237,10 @@ def test_hints_of_functions_name_the_run_and_the_argument(run_folder):
     assert raised.value.what == "resume=True and restart=True exclude each other"
     with pytest.raises(SpecError) as raised:
         train(run_folder, resume=True)
-    assert raised.value.next_step == f"Make one with: disttrain_cli.plan({str(run_folder)!r})"
+    assert raised.value.next_step == f"Create one with: disttrain_cli.plan({str(run_folder)!r})"
     with pytest.raises(SpecError) as raised:
         train(api.open_run(run_folder, "train.steps=3"), resume=True)
-    assert raised.value.next_step == "Make one with: disttrain_cli.plan(run)"
+    assert raised.value.next_step == "Create one with: disttrain_cli.plan(run)"
 
 
 def suggestions():

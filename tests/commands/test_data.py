@@ -107,7 +107,7 @@ def test_a_check_lists_every_sample_with_its_reason_and_leaves_it_out(damaged_fo
     assert code == 0 and "data/captions/0.tar/03" in out and "data/captions/0.tar/05" in out
     assert "truncated jpeg file" in out and "premature end of data segment" in out
     assert "18 samples can be used, 2 are left out" in out and "Next: disttrain profile" in err
-    assert "left unread: member `.cls` in 1 records" in out
+    assert "ignored: member `.cls` in 1 records" in out
     code, out, _ = check(capsys, damaged_folder, "--json")
     told = json.loads(out)
     assert (told["samples"], told["decoded"], told["found"]) == (18, 0, 0)

@@ -131,7 +131,7 @@ def test_the_device_goes_with_a_dry_run_alone(
     code, _, err = call(["train", planned, *words], capsys)
     assert (
         code == 2
-        and "--device goes with --dry-run alone" in err
+        and "--device can only be combined with --dry-run" in err
         and "--dry-run --device cuda" in err
     )
 

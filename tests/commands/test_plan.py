@@ -84,7 +84,7 @@ def test_no_runners_up_are_shown_where_none_are_wanted(run_folder, capsys):
 def test_every_strategy_has_the_same_screen(run_folder, capsys):
     code, out, _ = call(["plan", run_folder, "--strategy", "megatron", "--top", 1], capsys)
     assert code == 0 and out.startswith("Plan of megatron on ")
-    assert "Beside other strategies" in out and "modules" in out
+    assert "Comparison with other strategies" in out and "modules" in out
 
 
 def test_json_has_the_promised_keys_and_nothing_else_on_stdout(run_folder, capsys):
@@ -289,9 +289,9 @@ def test_a_moved_profile_shows_what_the_new_plan_changes_and_its_gain(planned, c
     ] is None
     code, out, _ = call(apart, capsys)
     said = " ".join(out.split())
-    assert code == 0 and "What changes against the plan in place" in out
+    assert code == 0 and "Changes from the plan in place" in out
     assert f"{changes['gain_pct']:.2g} % more sequences per second." in said
-    assert "the profile moved its slowest stages, per slot: llm " in said
+    assert "its slowest stages changed in the profile, per slot: llm " in said
     assert (
         read_plan(planned / "runs" / "tiny" / "plan.yaml.before").plan.model_dump() == first["plan"]
     )
@@ -343,7 +343,7 @@ def test_a_plan_for_a_device_of_the_catalogue_is_shown_but_not_run(run_folder, c
         ),
     )
     code, out, err = call(["plan", run_folder], capsys)
-    assert code == 0 and "Training does not run yet, and refuses: a device that is not here" in out
+    assert code == 0 and "Training cannot run this plan yet: a device that is not here" in out
     assert "FSDP over" in out and "--strategy fsdp" not in out
     assert err.endswith(f"Next: disttrain train {run_folder} --rehearse\n")
     code, _, err = call(["train", run_folder], capsys)
@@ -452,7 +452,7 @@ def test_what_is_read_is_not_written_over(run_folder, capsys, own):
     (run_folder / "link.yaml").symlink_to(own)
     for out in (own, "link.yaml"):
         code, _, err = call(["plan", str(run_folder), "--out", str(run_folder / out)], capsys)
-        assert code == 2 and "is one of the files that are read" in err
+        assert code == 2 and "is one of the input files" in err
     assert (run_folder / own).read_bytes() == before
 
 

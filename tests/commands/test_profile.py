@@ -75,7 +75,7 @@ def test_what_was_measured_and_spent_is_said(folder, capsys):
     profile = make_profile(read_run(folder / "disttrain.yaml").file)
     for budget_s, over in (
         (30, ""),
-        (12, "; the first sizes of everything are measured all the same"),
+        (12, "; the first sizes of everything are measured in any case"),
     ):
         measuring = measuring.model_copy(update={"budget_s": budget_s})
         shown = profile.model_copy(update={"measuring": measuring})
@@ -83,8 +83,8 @@ def test_what_was_measured_and_spent_is_said(folder, capsys):
         assert (
             "Layers   measured 64 of 165 sizes in 29 s of CPU; the rest is interpolated (budget"
             f" {budget_s} s, start-up took 18 s{over})\n"
-            "         llm without TP 2: the budget ended before them; disttrain profile again goes"
-            " on with them\n"
+            "         llm without TP 2: not measured within the budget; disttrain profile again"
+            " continues with them\n"
         ) in capsys.readouterr().out
 
 
@@ -135,10 +135,10 @@ def test_the_data_are_summed_up_and_changes_refused_until_told_otherwise(indexed
         "41 samples in",
         "sequences of 256 tokens (",
         " % full), 1 skipped",
-        "and of sample ends trained",
+        "trained including ends of samples",
         "skipped data/mixed/00002.tar/bad: not valid JSON",
         "scaled down to the budget of 1,024 pixels",
-        "left unread: member `.cls` in 1 records",
+        "ignored: member `.cls` in 1 records",
     ):
         assert word in out, word
     write_tar(indexed / "data" / "mixed" / "00003.tar", [interleaved("new", text("new"))])
@@ -234,7 +234,7 @@ def test_drifted_data_come_into_the_profile(recorded, run_folder, capsys):
     assert (
         code == 0
         and "images per sequence" in out
-        and "images read per sequence where the plan was made" in err
+        and "images read per sequence instead of the planned" in err
     )
     old, new = recorded.planned, read_profile(run_folder / "runs" / "tiny" / "profile.json")
     assert len(new.data.sample.tokens) == 128 and new.data.sequences == old.data.sequences

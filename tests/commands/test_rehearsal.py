@@ -97,9 +97,9 @@ def test_prediction_and_rehearsal_stand_side_by_side(
     code, out, err = call(["train", faked, "--rehearse"], capsys)
     assert code == 0
     for text in (
-        "6 processes stood for 6 GPUs",
-        "12 s here per second",
-        "carried one number per row",
+        "6 processes emulated 6 GPUs",
+        "12 s per second",
+        "with one number per row",
         "+4.0 %",
         "forward llm",
         "+20.0 %",

@@ -118,7 +118,7 @@ def test_a_run_starts_from_another_ones_weights(faked, capsys):
     )
     for other in ("--resume", "--rehearse"):
         code, _, err = call(["train", faked, "--from", faked / "before", other], capsys)
-        assert code == 2 and f"--from does not go with {other}" in err
+        assert code == 2 and f"--from cannot be combined with {other}" in err
     code, _, err = call(["train", faked, "--from", faked / "nothing"], capsys)
     assert code == 1 and "There are no weights to start from" in err
 
@@ -233,7 +233,7 @@ def test_steps_to_profile_reach_the_ranks(planned, monkeypatch, capsys):
 )
 def test_options_without_effect_are_wrong_usage(planned, capsys, options):
     code, out, err = call(["train", planned, *options], capsys)
-    assert code == 2 and out == "" and f"{options[0]} does not go with {options[1]}" in err
+    assert code == 2 and out == "" and f"{options[0]} cannot be combined with {options[1]}" in err
 
 
 @pytest.mark.parametrize(
@@ -246,8 +246,8 @@ def test_options_without_effect_are_wrong_usage(planned, capsys, options):
         (["a:b"], "given: a:b"),
         (["5:8:9"], "given: 5:8:9"),
         (["18:22"], "may end at 20"),
-        (["5:8", "--rehearse"], "does not go with --rehearse"),
-        (["5:8", "--preflight"], "does not go with --preflight"),
+        (["5:8", "--rehearse"], "cannot be combined with --rehearse"),
+        (["5:8", "--preflight"], "cannot be combined with --preflight"),
     ],
 )
 def test_steps_that_cannot_be_profiled_are_wrong_usage(planned, capsys, options, said):
@@ -259,8 +259,11 @@ def test_steps_that_cannot_be_profiled_are_wrong_usage(planned, capsys, options,
     ("options", "said"),
     [
         (["--resume", "--restart"], "--resume and --restart exclude each other"),
-        (["--emit", "torchrun", "--rehearse"], "--emit does not go with --rehearse"),
-        (["--emit", "slurm", "--rehearse", "--dry-run"], "--emit does not go with --rehearse"),
+        (["--emit", "torchrun", "--rehearse"], "--emit cannot be combined with --rehearse"),
+        (
+            ["--emit", "slurm", "--rehearse", "--dry-run"],
+            "--emit cannot be combined with --rehearse",
+        ),
     ],
 )
 def test_options_that_exclude_each_other_are_wrong_usage(planned, capsys, options, said):
@@ -283,7 +286,7 @@ def test_after_a_lost_rank_the_command_to_go_on_is_named(planned, monkeypatch, c
     assert err.endswith(
         f"Next: Go on from {checkpoint}: {again} --resume\n"
         if checkpoint
-        else f"Next: See its log: less x\nThere is no checkpoint yet; start again: {again}\n"
+        else f"Next: See its log: less x\nThere is no checkpoint yet; restart: {again}\n"
     )
 
 

@@ -220,7 +220,7 @@ def test_preflight_tells_what_rank_0_told(
         training, "preflight", lambda *about, progress: ["rank 0's groups over gloo: ok"]
     )
     code, out, _ = call(["train", planned, "--preflight"], capsys)
-    assert code == 0 and "ranks met" in out and "rank 0's groups over gloo: ok" in out
+    assert code == 0 and "ranks connected" in out and "rank 0's groups over gloo: ok" in out
 
 
 @pytest.mark.parametrize(
@@ -250,7 +250,7 @@ def test_a_stopped_run_shows_its_steps_and_ends_with_the_signals_code(
     monkeypatch.setattr(training, "train", train)
     code, out, err = call(["train", planned], capsys)
     assert code == expected
-    assert "Started again: Rank 2 was killed by SIGKILL" in out and "checkpoints/step-000003" in out
+    assert "Restarted: Rank 2 was killed by SIGKILL" in out and "checkpoints/step-000003" in out
     assert f"Stopped by {name} after step 3." in err and err.endswith("--resume\n")
     code, out, _ = call(["train", planned, "--json", "--quiet"], capsys)
     assert code == expected and json.loads(out)["stopped_by"] == name

@@ -376,7 +376,7 @@ def test_a_placeholder_that_the_tokenizer_splits_is_refused(tmp_path: Path) -> N
     folder = write_folder(tmp_path / "folder", "vision")
     path = folder / "tokenizer_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"split_special_tokens": True}))
-    with pytest.raises(ValueError, match="does not keep"):
+    with pytest.raises(ValueError, match="the tokenizer splits"):
         written(folder, {"messages": turns_of(["<image>a", "b"]), "image": "c.jpg"})
 
 
@@ -385,7 +385,7 @@ def test_images_that_a_processor_would_rewrite_are_refused(tmp_path: Path) -> No
     folder = write_folder(tmp_path / "odd", "turns")
     path = folder / "chat_template.jinja"
     path.write_text(path.read_text().replace("<image_soft_token>", "<start_of_image>"))
-    with pytest.raises(ValueError, match="otherwise than as <image_soft_token>"):
+    with pytest.raises(ValueError, match="in another form than <image_soft_token>"):
         written(folder, {"messages": turns_of(["<image>a", "b"]), "image": "c.jpg"})
     assert trained_texts(folder, {"messages": turns_of(["a", "b"])}) == ["b<end_of_turn>"]
 
@@ -405,10 +405,22 @@ def test_words_of_the_system_that_a_template_moves_change_no_answer(
     [
         ("turns", {"messages": turns_of(["a", "b"], "c")}, "a system turn is not supported"),
         ("inst", {"messages": turns_of(["a", "b"])[1:]}, "user and assistant must take turns"),
-        ("vision", {"messages": turns_of(["<|image_pad|>", "b"])}, "which stands for an image"),
-        ("turns", {"messages": turns_of(["a", "<image_soft_token>"])}, "stands for an image"),
-        ("vision", {"messages": turns_of(["<image>", "b"])}, "1 marks <image> for 0 images"),
-        ("vision", {"messages": turns_of(["a", "b"]), "image": "c"}, "0 marks <image> for 1 im"),
+        ("vision", {"messages": turns_of(["<|image_pad|>", "b"])}, "the placeholder of an image"),
+        (
+            "turns",
+            {"messages": turns_of(["a", "<image_soft_token>"])},
+            "the placeholder of an image",
+        ),
+        (
+            "vision",
+            {"messages": turns_of(["<image>", "b"])},
+            "1 occurrences of <image> for 0 images",
+        ),
+        (
+            "vision",
+            {"messages": turns_of(["a", "b"]), "image": "c"},
+            "0 occurrences of <image> for 1 im",
+        ),
         ("vision", {"messages": turns_of(["a", "b"]), "tools": [{}]}, "`tools`: tool calls"),
         (
             "vision",
@@ -419,7 +431,7 @@ def test_words_of_the_system_that_a_template_moves_change_no_answer(
         (
             "vision",
             {"messages": [*turns_of(["a"]), {"role": "assistant", "content": "b", "weight": 0.5}]},
-            "has the weight 0.5; read are 0 and 1",
+            "has the weight 0.5; supported are 0 and 1",
         ),
         (
             "marked",
@@ -435,12 +447,12 @@ def test_words_of_the_system_that_a_template_moves_change_no_answer(
         (
             "vision",
             {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]},
-            "the type 'input_audio', which is not read",
+            "the type 'input_audio', which is not supported",
         ),
         (
             "vision",
             {"messages": [{"role": "user", "content": [{"type": "video", "video": "a"}]}]},
-            "none are read, unless the run file has data.video",
+            "videos are not read without data.video in the run file",
         ),
     ],
 )
@@ -505,12 +517,12 @@ def test_answers_of_weight_0_are_not_trained(
 @pytest.mark.parametrize(
     ("template", "reason"),
     [
-        ("{{ messages[-1].content }}", "in turn 2"),
-        ("{% for m in messages | reverse %}{{ m.content }}{% endfor %}", "in turn 4"),
-        ("{% for m in messages %}{{ m.content }}{{ m.content }}{% endfor %}", "in turn 2"),
+        ("{{ messages[-1].content }}", "of turn 2"),
+        ("{% for m in messages | reverse %}{{ m.content }}{% endfor %}", "of turn 4"),
+        ("{% for m in messages %}{{ m.content }}{{ m.content }}{% endfor %}", "of turn 2"),
         (
             "{% for m in messages %}{{ m.content if loop.index0 % 2 }}{% endfor %}",
-            "begins with the answer",
+            "starts with the answer",
         ),
         ("{{ nothing.at_all.there }}", "'nothing' is undefined"),
         ("{{ messages.clear() }}", "unsafe|not safely callable"),

@@ -84,16 +84,16 @@ def test_what_lies_above_half_the_rate_is_filtered_out() -> None:
 
 
 BAD = {
-    "empty": (b"", "no whole sound file"),
-    "a picture": (b"\xff\xd8\xff\xe0" + bytes(200), "no whole sound file"),
-    "zeros": (bytes(5000), "no whole sound file"),
+    "empty": (b"", "not a complete sound file"),
+    "a picture": (b"\xff\xd8\xff\xe0" + bytes(200), "not a complete sound file"),
+    "zeros": (bytes(5000), "not a complete sound file"),
     "cut wav": (sound("wav")[:-100], "truncated WAV"),
-    "cut flac": (sound("flac")[:-200], "no whole sound file"),
+    "cut flac": (sound("flac")[:-200], "not a complete sound file"),
     "cut ogg": (sound("ogg")[:-200], "truncated Ogg"),
     "cut mp3": (sound("mp3")[:1000], "truncated"),
     "damaged flac": (
         sound("flac")[:900] + bytes(400) + sound("flac")[1300:],
-        "no whole sound file",
+        "not a complete sound file",
     ),
     "another form": (sound("aiff"), "AIFF"),
     "nothing to hear": (sound("wav", seconds=0), "without a sample"),

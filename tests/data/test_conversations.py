@@ -192,7 +192,7 @@ def test_an_index_of_another_template_is_not_used(tmp_path: Path) -> None:
     run, index, _ = made(tmp_path, "json")
     path = tmp_path / "tokens" / "chat_template.jinja"
     path.write_text(path.read_text().replace("You help.", "You are of use."))
-    with pytest.raises(MismatchError, match="another run file"):
+    with pytest.raises(MismatchError, match="a different run file"):
         read_index(run, WIDE)
     assert build_index(run, WIDE).fingerprint != index.fingerprint
 
@@ -204,7 +204,7 @@ def test_templates_that_end_no_answer_are_named(tmp_path: Path) -> None:
     (folder / "chat_template.jinja").write_text(
         "{% for m in messages %}{{ m.role | upper + ': ' + m.content + ' ' }}{% endfor %}"
     )
-    assert "ends answers with no special token" in doubtful_template(run)[0]
+    assert "does not end answers with a special token" in doubtful_template(run)[0]
 
 
 def test_a_whole_model_without_a_template_is_named(tmp_path: Path) -> None:
@@ -230,8 +230,8 @@ def test_what_cannot_be_written_is_skipped_and_named(tmp_path: Path) -> None:
     index = build_index(run, WIDE)
     assert len(index) == 1
     assert {one.key: one.reason for one in index.skipped} == {
-        "row 1": "1 marks <image> for 2 images",
-        "row 2": "1 marks <image> for 0 images",
+        "row 1": "1 occurrences of <image> for 2 images",
+        "row 2": "1 occurrences of <image> for 0 images",
         "row 3": "`messages` must be a list with at least one turn",
     }
 
@@ -249,5 +249,5 @@ def test_documents_with_the_models_placeholder_are_skipped(tmp_path: Path) -> No
     index, tokenizer = build_index(run, WIDE), read_tokenizer(run)
     reader = ShardReader(index, tokenizer)
     assert [tokenizer.decode(reader.texts(at)[0]) for at in range(len(index))] == texts[1:] * 2
-    reason = "a text contains <|image_pad|>, which stands for an image or a video"
+    reason = "a text contains <|image_pad|>, the placeholder of an image or a video"
     assert [one[1:3] for one in index.skipped] == [("row 0", reason), ("line 1", reason)]

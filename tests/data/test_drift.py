@@ -78,7 +78,7 @@ def test_a_mean_that_moved_is_named(seed, factor, what):
     assert found[0].change_pct == pytest.approx(100 * (found[0].seen / found[0].planned - 1))
     assert np.sign(found[0].z) == np.sign(factor - 1)
     assert found[0].sentence.startswith(
-        f"The data brings {found[0].seen:.3g} {name} where the plan was made for"
+        f"The data have {found[0].seen:.3g} {name} instead of the planned"
     )
 
 
@@ -109,7 +109,7 @@ def test_what_the_plan_never_saw_has_no_percentage():
     assert [(one.what, one.planned, one.change_pct) for one in found] == [
         ("images generated per sequence", 0.0, None)
     ]
-    assert "made for none" in found[0].sentence
+    assert "the planned 0" in found[0].sentence
 
 
 def test_nothing_to_judge_is_no_drift():

@@ -87,7 +87,7 @@ def test_clips_that_nobody_hears_are_no_segments_and_long_ones_are_named(own_run
     (skipped,) = build_index(run, HEARING).skipped
     assert (
         skipped.key == "long"
-        and skipped.reason == "a clip of 0.6 s, longer than the 0.6 s that the model hears"
+        and skipped.reason == "a clip of 0.6 s, longer than the model's limit of 0.6 s"
     )
 
 
@@ -194,7 +194,7 @@ def test_broken_clips_are_silent_and_named(own_run: MakeRun) -> None:
             for one in block
         ]
         assert sorted(one.key for one in source.skipped) == ["3", "5"]
-        assert all("no whole sound file" in one.reason for one in source.skipped)
+        assert all("not a complete sound file" in one.reason for one in source.skipped)
     silent = [bool((one == np.float32(SILENCE)).all()) for one in features]
     assert any(silent) and not all(silent)
 

@@ -118,7 +118,7 @@ def test_a_judge_of_another_package_says_what_images_show(
 def test_what_is_not_installed_is_refused_before_training(
     installed: None, spec: dict[str, Any], field: str, names: str
 ) -> None:
-    with pytest.raises(SpecError, match=f"{field}: none is called 'bleu'") as caught:
+    with pytest.raises(SpecError, match=f"{field}: there is none called 'bleu'") as caught:
         check_scores(SampleSpec.model_validate(spec))
     assert names in caught.value.why
     check_scores(SampleSpec(metrics=["length"], judge="Few"))

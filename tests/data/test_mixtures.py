@@ -120,7 +120,7 @@ def test_sources_are_added_to_an_index(tmp_path: Path, monkeypatch: pytest.Monke
     first = open_index(make_run(tmp_path, sources), INPUTS)
     assert read == ["a/a.tar", "b/a.tar"]
     sources = [{"path": "a", "weight": 2, "name": "known"}, {"path": "b"}, {"path": "c"}]
-    with pytest.raises(MismatchError, match="another run file"):
+    with pytest.raises(MismatchError, match="a different run file"):
         read_index(make_run(tmp_path, sources), INPUTS)
     curriculum = [{"step": 3, "weights": {"known": 0}}]
     more = open_index(make_run(tmp_path, sources, curriculum=curriculum), INPUTS)

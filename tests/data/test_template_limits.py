@@ -95,16 +95,16 @@ ENDLESS = {
 def test_a_template_without_end_is_given_up(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(template_limits, "MOST_WORK", 300_000)
     template = ChatTemplate(source, {})
-    with pytest.raises(ValueError, match="does not take it: it takes too much work"):
+    with pytest.raises(ValueError, match="rejects it: it takes too much work"):
         template.render(MESSAGES)
 
 
 def test_a_template_that_never_ends_stops_the_command() -> None:
     template = ChatTemplate(ENDLESS["a power"], {})
     for _ in range(MOST_ENDLESS - 1):
-        with pytest.raises(ValueError, match="does not take it"):
+        with pytest.raises(ValueError, match="rejects it"):
             template.render(MESSAGES)
-    with pytest.raises(SpecError, match="does not end"):
+    with pytest.raises(SpecError, match="does not terminate"):
         template.render(MESSAGES)
 
 

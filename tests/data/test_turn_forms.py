@@ -145,7 +145,7 @@ def test_another_named_column_is_another_index(tmp_path: Path) -> None:
         assert index.unread_keys == [{f"`{'two' if name == 'one' else 'one'}`": 2}]
         said.append(ShardReader(index, read_tokenizer(run)).texts(0))
     assert said == [[[97]], [[99, 99]], [[97]]]
-    with pytest.raises(DataError, match="no column holds texts or turns by its name"):
+    with pytest.raises(DataError, match="no column has a name of texts or turns"):
         open_index(make_run(tmp_path, [{"path": "data"}]), INPUTS)
 
 

@@ -94,10 +94,10 @@ def test_columns_and_sources(tmp_path: Path) -> None:
     counted = [{"`license`": 3}, {"`origin`": 2, "turn key `mood`": 1}, {}]
     assert index.unread_keys == counted
     assert described(counted) == [
-        "left unread of data.sources[0]: `license` in 3 records",
-        "left unread of data.sources[1]: `origin` in 2 records, turn key `mood` in 1",
+        "ignored in data.sources[0]: `license` in 3 records",
+        "ignored in data.sources[1]: `origin` in 2 records, turn key `mood` in 1",
     ]
-    assert described([{"`a`": 1200}]) == ["left unread: `a` in 1,200 records"]
+    assert described([{"`a`": 1200}]) == ["ignored: `a` in 1,200 records"]
 
 
 def test_names_are_bounded_and_printable(tmp_path: Path) -> None:

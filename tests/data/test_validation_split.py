@@ -103,5 +103,5 @@ def test_what_one_source_holds_out_is_trained_on_by_none(folder: Path) -> None:
     assert drawn(held_out(index)) == ["validation0", "validation1"]
     assert any("copy0.jsonl (the validation split of another" in one for one in index.unread_files)
     named = {"path": "own/validation-00001-of-00002.jsonl"}
-    with pytest.raises(DataError, match="is evaluated and cannot be trained on"):
+    with pytest.raises(DataError, match="is used for evaluation and cannot be trained on"):
         build_index(run_in(folder, sources=[named, {"path": "own"}]), INPUTS)

@@ -111,7 +111,7 @@ def test_a_rank_lost_twice_is_left_out_and_training_goes_on(tmp_path: Path, prof
     threading.Thread(target=kill_again, daemon=True).start()
     result = api.train(run, steps=8, on_step=kill)
     assert len(killed) == 2 and len(result.restarts) == 2
-    assert result.restarts[1] == "Rank 1 was killed by SIGKILL; Device 1 is lost for good"
+    assert result.restarts[1] == "Rank 1 was killed by SIGKILL; Device 1 is lost permanently"
     check_went_on(run, result, [1])
 
     resumed = api.train(run, steps=10, resume=True)
@@ -143,7 +143,7 @@ def test_a_device_that_stays_slow_is_left_out_and_training_goes_on(
                 stop_file(run.dir.logs).touch()
 
     result = api.train(run, steps=400, on_step=end, note=said.append)
-    assert any(f"Device {DEVICE} stays slow: without it," in line for line in said), said
+    assert any(f"Device {DEVICE} remains slow: without it," in line for line in said), said
     assert result.stopped_by == "stop file" and result.restarts == [result.replans[0].why]
     check_went_on(run, result, [DEVICE])
     assert after[0] == result.replans[0].step  # the steps before it were saved

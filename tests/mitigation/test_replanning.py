@@ -89,7 +89,7 @@ def test_a_node_that_stays_slow_is_left_out_and_the_plan_can_be_run(tmp_path: Pa
     made.hear(row(blamed_ranks=[0]))
     assert made.ready() and run.dir.plan.read_bytes() == before
     (line,) = said
-    assert line.startswith("Node 0 stays slow: without it,") and "go on with that plan" in line
+    assert line.startswith("Node 0 remains slow: without it,") and "continue with that plan" in line
     why, new = made.take()
     layout = new.plan.plan
     assert why in line and layout.left_out == [0, 1, 2, 3] and layout.devices[0] == 4
@@ -134,7 +134,7 @@ def test_a_plan_that_gains_too_little_is_only_told(tmp_path: Path) -> None:
     said: list[str] = []
     made = anew(run, planned, said)
     made.hear(row(lost_s=0.1))
-    assert not made.ready() and said[0].endswith("Training goes on as it is.")
+    assert not made.ready() and said[0].endswith("Training continues unchanged.")
 
 
 def test_no_plan_on_what_is_left_is_said_and_nothing_changes(tmp_path: Path) -> None:
@@ -156,7 +156,7 @@ def test_a_second_loss_adds_to_what_is_left_out(tmp_path: Path) -> None:
     made = anew(run, planned, [], emulated=True)
     first, second = made.without(5), made.without(9)
     assert first is not None and second is not None
-    assert first[0] == "Node 1 is lost for good"
+    assert first[0] == "Node 1 is lost permanently"
     assert first[1].plan.plan.left_out == [4, 5, 6, 7]
     assert second[1].plan.plan.left_out == list(range(4, 12))
     assert second[1].profile is planned.profile  # emulated devices stay as they are
@@ -198,7 +198,7 @@ def test_a_lost_node_rehearsed_loses_and_doubles_no_sample(tmp_path: Path) -> No
     run, planned = job(tmp_path, lost=[{"node": 1, "step": 3}])
     assert planned.plan.plan.gpus_used > 4
     result = rehearse(run)
-    assert len(result.restarts) == 2 and "Node 1 is lost for good" in result.restarts[1]
+    assert len(result.restarts) == 2 and "Node 1 is lost permanently" in result.restarts[1]
     (replan,) = result.replans
     assert (replan.step, replan.left_out) == (2, [4, 5, 6, 7]) and result.gpus <= 4
     assert [step["step"] for step in result.steps] == list(range(6))

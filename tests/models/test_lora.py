@@ -284,7 +284,7 @@ def test_a_tied_weight_is_not_saved_whole(make_run):
 
 
 def test_a_module_without_targets_is_refused(make_run):
-    with pytest.raises(ValueError, match="give target_modules"):
+    with pytest.raises(ValueError, match="set target_modules"):
         make_run(llm={"lora": {"r": 4}})
 
 

@@ -385,7 +385,7 @@ def test_latents_of_another_run_are_refused_and_what_differs_is_named(
     other = changed(cached, modules, train=train)
     shutil.copytree(cached.dir.root, other.dir.root)
     index = open_index(other, describe(other))
-    with pytest.raises(MismatchError, match="another run file") as caught:
+    with pytest.raises(MismatchError, match="a different run file") as caught:
         described(other, index)
     assert word in caught.value.why and "disttrain_cli.data_latents" in caught.value.next_step
     make_latents(other, silent)

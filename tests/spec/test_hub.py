@@ -141,7 +141,7 @@ def test_what_cannot_be_had_is_said(hub, tmp_path, llava, name, told):
 
 def test_a_hub_that_does_not_answer_is_said(hub, tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(SpecError, match="not in the cache, and the network does not reach it"):
+    with pytest.raises(SpecError, match="not in the cache and cannot be downloaded"):
         run_by_name(tmp_path)
 
 
@@ -149,7 +149,7 @@ def test_weights_that_no_network_brings_are_said(hub, tmp_path, monkeypatch):
     """The small files are in the cache."""
     run = run_by_name(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(SpecError, match="not in the cache, and the network does not reach it"):
+    with pytest.raises(SpecError, match="not in the cache and cannot be downloaded"):
         run.fetch_weights()
 
 

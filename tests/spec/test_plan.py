@@ -19,7 +19,7 @@ def test_the_plan_that_is_replaced_is_kept(tmp_path: Path) -> None:
     plan = plan_of(run, [unit("all", ["image_encoder", "llm", "image_generator"], [4], 2)], 1)
     path = tmp_path / "plan.yaml"
     write_plan(path, plan)
-    edited = path.read_text().replace("# Made by", "# Edited by me, made by")
+    edited = path.read_text().replace("# Written by", "# Edited by me, written by")
     path.write_text(edited)
     write_plan(path, plan)
     assert (tmp_path / "plan.yaml.before").read_text() == edited

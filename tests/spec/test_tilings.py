@@ -85,7 +85,7 @@ def test_a_picture_too_narrow_for_whole_tiles_is_named():
     processor = ImageProcessor(**tile, tiling=LongestEdge(longest_px=49))
     assert processor.misfit(1, 5000) == "an image of 1 × 5000 pixels is too narrow to be cut"
     assert processor.misfit(5000, 1) is None
-    with pytest.raises(ValueError, match="tiles have a tiling"):
+    with pytest.raises(ValueError, match="tiles need a tiling"):
         ImageProcessor(**tile)
-    with pytest.raises(ValueError, match="tiles have a tiling"):
+    with pytest.raises(ValueError, match="tiles need a tiling"):
         ImageProcessor(**{**tile, "resize": "stretch"}, tiling=NearestRatio(most=2))

@@ -26,14 +26,14 @@ def chained(levels):
     [
         (
             multiplied(12),
-            "more than 200,000 values, those that aliases stand for included, in line 6",
+            "more than 200,000 values, counting those of aliases, in line 6",
         ),
         ("a: [" + "1, " * 200_001 + "]", "more than 200,000 values"),
-        ("a: &a\n  b: [*a]", "the alias *a stands inside what it stands for, in line 2"),
-        ("a: &a\n  <<: *a", "the alias *a stands inside what it stands for, in line 2"),
+        ("a: &a\n  b: [*a]", "the alias *a is inside the value that it refers to, in line 2"),
+        ("a: &a\n  <<: *a", "the alias *a is inside the value that it refers to, in line 2"),
         (chained(MOST_NESTED + 1), "nested more than 64 levels deep"),
         ("[" * 100_000, "nested more than 64 levels deep, in line 1"),
-        ('a: 1\nb: "x\\0y"', "a null character, which no name of a file holds, in line 2"),
+        ('a: 1\nb: "x\\0y"', "a null character, which file names cannot contain, in line 2"),
         ("a: *b", "found undefined alias"),
         ("a: 1\nb: " + "9" * 5_000, "in line 2, column 4"),
         ("a: 1\nb: 2024-99-99", "in line 2, column 4"),

@@ -76,9 +76,9 @@ def _traces(paths: list[Path]) -> Traces:
     found = find_format(paths)
     if found.format == "flight recorder":
         raise DataError(
-            "These are dumps of PyTorch's flight recorder, and no trace",
-            "they show why a job hangs, and hold no times",
-            f"Have them explained: {call('explain_hang', *paths)}",
+            "These are dumps of PyTorch's flight recorder, not traces",
+            "they show why a job hangs, but contain no times",
+            f"To have them explained, run: {call('explain_hang', *paths)}",
         )
     return found
 

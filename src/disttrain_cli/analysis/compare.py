@@ -104,7 +104,7 @@ class Times(Struct, frozen=True, kw_only=True):
     test: str = (
         "Welch's t-test of batch means over steps at 5 %: the step as the primary comparison"
         " without correction, all other rows with Holm's correction among themselves; intervals are"
-        " of single rows"
+        " per row"
     )
     formats: list[str]  # before, after
     steps: list[int]
@@ -172,7 +172,7 @@ def _without_small(before: Series, after: Series) -> tuple[Series, Series]:
     }
     if len(small) < 2:
         return before, after
-    name = f"{len(small)} others of less than {100 * LEAST_SHARE:g} % of a step"
+    name = f"{len(small)} others, each below {100 * LEAST_SHARE:g} % of a step"
 
     def put_together(series: Series) -> Series:
         kept: Series = {key: values for key, values in series.items() if key not in small}

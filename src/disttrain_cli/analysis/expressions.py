@@ -193,15 +193,15 @@ class _Condition:
             self._known
         )[:8]
         raise UsageError(
-            f"{argument('condition')} knows nothing named {name!r}",
-            "there are, among others: " + ", ".join(near),
+            f"{argument('condition')} has no figure named {name!r}",
+            "known names include: " + ", ".join(near),
             f"Figures are in the JSON of {call('analyze')}: `--json`, or `analysis.to_json()`",
         )
 
     def _unread(self) -> UsageError:
         return UsageError(
             f"{argument('condition')} cannot read {self._expression!r}",
-            "it takes NAME OPERATOR VALUE with one of "
+            "a comparison is NAME OPERATOR VALUE with one of "
             + " ".join(_ORDER | _EQUAL)
             + ", joined by and, or, not, ( )",
             "For example: slowdown > 1.2 or verdict.cause == data",

@@ -82,9 +82,9 @@ def find_format(paths: list[Path]) -> Traces:
     kind, files = next(iter(by_format.items()))
     if not files:
         raise DataError(
-            "No trace can be read here",
+            "No readable trace here",
             "; ".join(said[:5]),
-            "Make the files readable, or name others.",
+            "Make the files readable, or pass others.",
         )
     return Traces(kind, files, said)
 
@@ -144,9 +144,9 @@ def _look_through(folder: Path) -> Traces:
     runs = sorted(file.parent.parent for file in folder.glob("*/traces/job.json"))
     if runs:
         raise DataError(
-            f"{folder} holds no trace of its own, but those of {counted(len(runs), 'run')}",
+            f"{folder} contains no trace itself, but the traces of {counted(len(runs), 'run')}",
             ", ".join(str(run) for run in runs[:5]),
-            f"Name one of them: {call('analyze', runs[0])}",
+            f"Pass one of them: {call('analyze', runs[0])}",
         )
     said: list[str] = []
     files: dict[Content, list[Path]] = {"own trace": [], "trace": [], "dump": [], "other": []}
@@ -179,8 +179,8 @@ def _look_through(folder: Path) -> Traces:
             foreign,
             [
                 *said,
-                *_left_out(ours, "they are own traces, written as Chrome JSON"),
-                *_left_out(tables, "they hold no operations of a job"),
+                *_left_out(ours, "they are disttrain traces exported as Chrome JSON"),
+                *_left_out(tables, "they contain no operations of a job"),
             ],
         )
     if ours:
@@ -193,7 +193,7 @@ def _look_through(folder: Path) -> Traces:
 def _one_rank(path: Path, folder: Path) -> DataError:
     return DataError(
         f"{path} is one rank's part of a run's traces",
-        "a step is understood from all of its ranks",
+        "a step can only be analysed with all of its ranks",
         f"Analyse the run: {call('analyze', folder.resolve().parent)}",
     )
 
@@ -203,7 +203,7 @@ def _left_out(files: list[Path], why: str) -> list[str]:
         return []
     more = f" and {counted(len(files) - 1, 'more file')}" if len(files) > 1 else ""
     return [
-        f"{files[0].name}{more} in the same folder left out ({why}); name files to have them"
+        f"{files[0].name}{more} in the same folder left out ({why}); pass the files to have them"
         " analysed"
     ]
 

@@ -93,7 +93,7 @@ def learning(
     ]
     verdict = _worst(one.verdict for one in courses)
     if answers is not None and answers[1]:
-        right = f"{answers[0]} of {answers[1]} held-out answers right"
+        right = f"{answers[0]} of {answers[1]} held-out answers correct"
         courses = [
             replace(one, why=f"{one.why}, {right}") if one.loss == TEXT else one for one in courses
         ]
@@ -220,7 +220,7 @@ def _course(
         return replace(judged, verdict="overfitting", why=why)
     by_heart = passes > 1 and len(held) > 2 and last < BY_HEART * held[-1]
     if by_heart and min(held[-2:]) > (1 - MOVED) * min(held[:-2]):
-        return replace(judged, verdict="overfitting", why=f"{summary}, which falls no more")
+        return replace(judged, verdict="overfitting", why=f"{summary}, which no longer falls")
     fell = first - last > max(SIGMAS * error, MOVED * first)
     fell |= len(held) > 1 and held[-1] < (1 - MOVED) * held[0]
     # a fall within fewer steps than the first median spans
@@ -228,7 +228,7 @@ def _course(
     falls = trend < -2
     if not beat:
         if falls:
-            return replace(judged, why=f"{summary}; it still falls")
+            return replace(judged, why=f"{summary}; it is still falling")
         if fell and settled < PLATEAU:
             return replace(judged, why=f"{summary}; {_steps(settled)} since the warm-up")
         return replace(judged, verdict="not learning")
@@ -301,17 +301,18 @@ def _advice(verdict: Verdict, rate: float, passes: float) -> str:
     """Return the fields and data to look at."""
     if verdict == "not learning":
         return (
-            f"Look at optimizer.lr ({rate:.3g} at most), model.trained, and what the answers are"
+            f"Check optimizer.lr ({rate:.3g} at most), model.trained, and what the model is"
             " trained on (the chat template, data.sources: disttrain data check)."
         )
     if verdict == "diverging":
         return (
-            f"Look at optimizer.lr ({rate:.3g} at most), optimizer.warmup_steps,"
+            f"Check optimizer.lr ({rate:.3g} at most), optimizer.warmup_steps,"
             " train.gradient_clipping and train.precision."
         )
     if verdict == "overfitting":
         return (
-            f"{passes:.3g} passes over the data so far: take fewer (train.epochs), keep the best"
-            " (train.evaluation.keep_best, stop_after), or add data or optimizer.weight_decay."
+            f"{passes:.3g} passes over the data so far: train for fewer (train.epochs), keep the"
+            " best checkpoint (train.evaluation.keep_best, stop_after), or add data or"
+            " optimizer.weight_decay."
         )
     return ""

@@ -97,7 +97,9 @@ def samples_of(paths: list[Path], progress: Progress = silent) -> Samples:
     read = {"disttrain": _own, "kineto": _kineto, "operations": _study}
     if kind not in read:
         raise DataError(
-            "Only traces can be compared", f"given: dumps of the {kind}", "Name two runs' traces."
+            "Only traces can be compared",
+            f"these are dumps of the {kind}",
+            "Pass the traces of two runs.",
         )
     return Samples(kind, read[kind](paths, progress))
 

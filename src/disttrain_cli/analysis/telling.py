@@ -154,14 +154,14 @@ def _unit(record: Record, finding: Finding) -> Told:
         if row.basis == "plan" and row.what == "stage_ms" and abs(row.error_pct) > TRUSTED_ERROR_PCT
     ]
     most, least = losses.busy[binding], losses.busy[lightest]
-    advice = f"{binding} has too few GPUs for its work, " + (
-        f"{most / least:.1f} times as long per rank as {lightest}"
+    advice = f"{binding} has too few GPUs for its work: " + (
+        f"its ranks compute {most / least:.1f} times as long as those of {lightest}"
         if most < 100 * least
-        else f"while {lightest} computes next to nothing"
+        else f"{lightest} computes next to nothing"
     )
     if off:
         advice += (
-            f"; the plan expected otherwise ({off[0].unit} is {off[0].error_pct:+.0f} % off), so"
+            f"; the plan predicted otherwise ({off[0].unit} is {off[0].error_pct:+.0f} % off), so"
             " measure and plan again."
         )
         command = REMEASURE
@@ -175,7 +175,7 @@ def _unit(record: Record, finding: Finding) -> Told:
 def _slow_unit(record: Record, place: Place) -> Told:
     return Told(
         place,
-        f"All devices of {place.unit} are slow for their work"
+        f"All devices of {place.unit} are slower than their work explains"
         + clocks_of(record, [one for one in record.where.values() if one.unit == place.unit]),
         [
             Evidence(
@@ -201,7 +201,7 @@ def _intra(record: Record, finding: Finding) -> Told:
     replica = heaviest if often >= OFTEN else None
     evidence = [
         Evidence(
-            what=f"{unit}: heaviest replica of a slot over the slot's mean",
+            what=f"{unit}: work of the heaviest replica of a slot ÷ mean of the slot",
             value=factor,
             unit="ratio",
         ),
@@ -216,7 +216,7 @@ def _intra(record: Record, finding: Finding) -> Told:
         f"Uneven data across the replicas of {unit}",
         evidence,
         "Balance the replicas: set train.ordering: best, or raise train.global_batch_size, which"
-        " leaves more samples to balance them with.",
+        " gives more samples to balance them with.",
         LEVEL,
     )
 
@@ -228,11 +228,13 @@ def _inter(record: Record, finding: Finding) -> Told:
         key=lambda item: item[1],
     )
     evidence = [
-        Evidence(what=f"{unit}: work of slot {slot} over the mean slot", value=factor, unit="ratio")
+        Evidence(
+            what=f"{unit}: work of slot {slot} ÷ mean of the slots", value=factor, unit="ratio"
+        )
     ]
     return Told(
         Place(unit=unit),
-        f"Uneven data across the slots of a step, most in {unit}",
+        f"Uneven data across the slots of a step, mostly in {unit}",
         evidence,
         "Reorder the slots: set train.ordering: best, or raise train.global_batch_size.",
         LEVEL,
@@ -249,7 +251,7 @@ def _stage(record: Record, finding: Finding) -> Told:
             + (
                 "takes longer than its other stages"
                 if record.kind == "operations"
-                else "is slow for its work"
+                else "is slower than its work explains"
             )
             + clocks_of(
                 record,
@@ -261,7 +263,7 @@ def _stage(record: Record, finding: Finding) -> Told:
             ),
             [
                 Evidence(
-                    what=f"stage {place.stage} of {unit}: time over the mean stage",
+                    what=f"stage {place.stage} of {unit}: time ÷ mean of the stages",
                     value=record.losses.stage_factor[unit, place.stage],
                     unit="ratio",
                 )
@@ -281,7 +283,7 @@ def _stage(record: Record, finding: Finding) -> Told:
     )
     evidence = [
         Evidence(
-            what=f"stage {stage} of {unit}: time over the mean stage", value=factor, unit="ratio"
+            what=f"stage {stage} of {unit}: time ÷ mean of the stages", value=factor, unit="ratio"
         )
     ]
     return Told(
@@ -299,13 +301,13 @@ def _worker(record: Record, finding: Finding) -> Told:
     if not named:
         return Told(
             finding.places[0],
-            "Many ranks are slow for their work",
+            "Many ranks are slower than their work explains",
             [],
             "No rank stands out: check what they share, and how much the times of passes vary.",
             REMEASURE,
         )
     place = named[0]
-    told = f"Rank {place.rank} ({place.named}) is slow for its work"
+    told = f"Rank {place.rank} ({place.named}) is slower than its work explains"
     clock = record.slow_clocks.get(int(place.rank or 0))
     advice = (
         f"Check the device and the other processes on host {place.host}; run without that host if"
@@ -317,25 +319,25 @@ def _worker(record: Record, finding: Finding) -> Told:
     waited = record.waited_for.get(int(place.rank or 0), 0.0) if len(finding.places) == 1 else 0.0
     evidence = []
     if waited >= SMALLEST_SHARE:
-        told += ", and the others of its group wait for it in their exchanges"
+        told += ", and the other ranks of its group wait for it in TP or CP communication"
         evidence.append(
             Evidence(
-                what=f"rank {place.rank}: passes for which the others of its group wait for it",
+                what=f"rank {place.rank}: passes in which the other ranks of its group wait for it",
                 value=waited,
                 unit="share of their time",
             )
         )
     if len(finding.places) > 1:
         told = (
-            f"{_ranks(finding.places)} are slow for their work; fixing any one of them alone does"
-            f" not help{clocks_of(record, named)}"
+            f"{_ranks(finding.places)} are slower than their work explains; fixing any one of them"
+            f" alone does not help{clocks_of(record, named)}"
         )
         replica = common(finding.places)
         if None not in (replica.unit, replica.stage, replica.replica):
             place = replica
             told = (
                 f"{_ranks(finding.places)} ({place.named}), which wait for each other inside every"
-                " layer, are slow for their work"
+                " layer, are slower than their work explains"
             )
             advice = (
                 "Ranks that share a replica's work take equally long whichever of them is slow:"
@@ -348,7 +350,7 @@ def _worker(record: Record, finding: Finding) -> Told:
         evidence
         + [
             Evidence(
-                what=f"rank {one.rank}: time over what its work and stage explain",
+                what=f"rank {one.rank}: time ÷ time that its work and stage explain",
                 value=record.losses.rank_factor[int(one.rank or 0)],
                 unit="ratio",
             )
@@ -391,8 +393,8 @@ def _communication(record: Record, finding: Finding) -> Told:
     evidence = [
         Evidence(
             what=(
-                f"{name} stage {number}: transfers to the next stage and back beyond their usual"
-                " time, summed over ranks"
+                f"{name} stage {number}: excess time of transfers to and from the next stage,"
+                " summed over ranks"
             ),
             value=seconds,
             unit="s",
@@ -401,7 +403,7 @@ def _communication(record: Record, finding: Finding) -> Told:
     ]
     return Told(
         Place(unit=unit, stage=stage),
-        f"Transfers are slow or vary, most after stage {stage} of {unit}",
+        f"Transfers are slow or vary, mostly after stage {stage} of {unit}",
         evidence,
         f"Check the link between stage {stage} of {unit} and the next; the command lists the ranks"
         " whose messages are slowest.",
@@ -436,7 +438,11 @@ def _update(record: Record, finding: Finding) -> Told:
         f"The {what} of {row.unit} stage {row.stage} is slow",
         [
             Evidence(what=f"{row.place}: {what}", value=row.measured, unit="ms"),
-            Evidence(what=f"{row.place}: {what}, by the profile", value=row.predicted, unit="ms"),
+            Evidence(
+                what=f"{row.place}: {what}, predicted by the profile",
+                value=row.predicted,
+                unit="ms",
+            ),
         ],
         (
             f"Check the links between the replicas of stage {row.stage} of {row.unit}."
@@ -458,10 +464,10 @@ def _unknown(record: Record, finding: Finding) -> Told:
 def _busy(place: Place) -> Told:
     return Told(
         place,
-        f"Host {place.host} was too busy to keep the rehearsal on time",
+        f"Host {place.host} was too busy to run the rehearsal in time",
         [],
-        "Messages arrived later than the emulated links deliver them because this host was late:"
-        " stop other processes there, or raise rehearse.time_scale, and rehearse again.",
+        "Messages arrived later than the emulated links deliver them because this host delayed"
+        " them: stop other processes there, or raise rehearse.time_scale, and rehearse again.",
         AGAIN_REHEARSED,
     )
 
@@ -507,11 +513,10 @@ def _data(record: Record, finding: Finding) -> Told:
         )
     return Told(
         Place(unit=unit, replica=replica),
-        f"Ranks wait for data, most in {unit}"
+        f"Ranks wait for data, mostly in {unit}"
         + ("" if replica is None else f", replica {replica}"),
         evidence,
-        "Prepare more ahead: raise preprocess.workers and preprocess.prefetch_slots, or add CPU"
-        " nodes.",
+        "Prefetch more: raise preprocess.workers and preprocess.prefetch_slots, or add CPU nodes.",
         LEVEL,
     )
 
@@ -530,7 +535,7 @@ def _host(record: Record, finding: Finding) -> Told:
         told,
         [
             Evidence(
-                what=f"rank {rank}: time covered by no operation, per step",
+                what=f"rank {rank}: time not covered by any operation, per step",
                 value=gap[rank],
                 unit="s",
             )

@@ -112,7 +112,7 @@ def judge(record: Record, findings: Sequence[Finding]) -> Verdict:
 def _steps(record: Record) -> list[Evidence]:
     predicted = _predicted_step(record)
     return [
-        Evidence(what="step as recorded", value=record.measured_s, unit="s"),
+        Evidence(what="recorded step", value=record.measured_s, unit="s"),
         *(
             [Evidence(what=f"step as {_by(predicted)}", value=predicted.predicted, unit="s")]
             if predicted
@@ -159,7 +159,7 @@ def _hidden(record: Record, findings: Sequence[Finding], main: Finding) -> _Rema
     alone_s = float(main.alone_s.mean())
     behind = "; ".join(_told(record, one).told for one in findings[: findings.index(main)])
     return _Remark(
-        [f"Fixed alone it saves {alone_s:.3g} s, as another cause hides it: {behind}."],
+        [f"Fixing it alone saves {alone_s:.3g} s, because another cause hides it: {behind}."],
         [Evidence(what="saved by fixing it alone, all else as recorded", value=alone_s, unit="s")],
     )
 
@@ -254,15 +254,15 @@ def _calm(record: Record, findings: Sequence[Finding]) -> Verdict:
     if limits:
         share = 100 * limits[0].gain_s.mean() / measured_s
         headline += (
-            f"; of what uneven data cost, train.ordering: best would save {share:.0f} % of a step"
+            f"; train.ordering: best would save {share:.0f} % of a step by balancing uneven data"
             if limits[0].regained
             else f"; uneven data cost {share:.0f} % at most"
         )
     bubbles = _own_bubbles(record, findings)
     if bubbles and any(one.cause == "unit" for one in record.remedies):
         headline += (
-            f"; the plan's own bubbles take {100 * bubbles[0].value / measured_s:.0f} %, which none"
-            " of the layouts tried avoids"
+            f"; the plan's inherent bubbles take {100 * bubbles[0].value / measured_s:.0f} %, which"
+            " none of the tried layouts avoids"
         )
     slower = _slower_than_predicted(record)
     notes = [note.removesuffix(".") for note in slower]
@@ -355,7 +355,7 @@ def _slower_than_predicted(record: Record) -> list[str]:
     waited_s = record.core_wait_s or 0.0
     clocks = clocks_of(record, list(record.where.values()))
     why = (
-        f"a rank that could run waited {waited_s:.3g} s of each step for a core"
+        f"a runnable rank waited {waited_s:.3g} s per step for a core"
         f" ({100 * waited_s / record.measured_s:.0f} %), which other processes held."
         if waited_s > LEAST_SHARE * record.measured_s
         else f"{clocks.removeprefix('; ')}."
@@ -374,7 +374,7 @@ def _waited(record: Record, step: Comparison) -> str:
     if waited_s is None:
         return "which is the likely reason"
     return (
-        f"and one that could run waited {waited_s:.3g} s of each for a core"
+        f"and a runnable rank waited {waited_s:.3g} s per step for a core"
         f" ({100 * waited_s / step.measured:.0f} %)"
     )
 
@@ -399,8 +399,8 @@ def _own_bubbles(record: Record, findings: Sequence[Finding]) -> list[Evidence]:
         [
             Evidence(
                 what=(
-                    "the plan's own bubbles: whole devices cannot be shared more evenly between the"
-                    " units"
+                    "the plan's inherent bubbles: whole devices cannot be shared more evenly"
+                    " between the units"
                 ),
                 value=kept,
                 unit="s",
@@ -481,7 +481,7 @@ def _calm_advice(
     record: Record, slower: bool, fill: float, remedy: Remedy | None
 ) -> dict[str, str]:
     advice, command = (
-        "Nothing to repair; more speed needs more GPUs or faster kernels.",
+        "Nothing to fix; more speed needs more GPUs or faster kernels.",
         "disttrain plan --top 5",
     )
     if fill > 0.25:
@@ -494,7 +494,7 @@ def _calm_advice(
         advice, command = _FEWER_RANKS, _fewer_ranks(record)
     elif slower:
         advice = (
-            "Measure the profile again on these devices: if it stays as it was, check what they"
+            "Measure the profile again on these devices: if it does not change, check what they"
             " share (clocks, temperature, other jobs)."
         )
         command = REMEASURE

@@ -129,8 +129,8 @@ def write_perfetto(
 
     if find_format(folders).format != "disttrain" or any(path.is_file() for path in folders):
         raise UsageError(
-            "Only a run's traces are written as Chrome JSON",
-            "given: traces that are no run's folder",
+            "Only a run's traces can be exported as Chrome JSON",
+            "given: traces outside of a run's folder",
             "Files of Chrome JSON are that already: open them in ui.perfetto.dev",
         )
     return write_chrome_trace(open_database(folders), target, progress)
@@ -156,9 +156,9 @@ def explain_hang(*paths: Path | str) -> Dumped:
     found = find_format(folders)
     if found.format != "flight recorder":
         raise DataError(
-            "These are no dumps of PyTorch's flight recorder",
+            "These are not dumps of PyTorch's flight recorder",
             f"given: {', '.join(map(str, paths)) or 'no path'}",
-            f"Traces are explained by: {call('analyze')}",
+            f"Analyse traces with: {call('analyze')}",
         )
     dumped = analyze_dumps(found.files)
     return replaced(dumped, warnings=[*found.said, *dumped.warnings])
@@ -226,7 +226,7 @@ def _watched(run: Path | str | None) -> tuple[list[Path], Path]:
     if not root.is_dir():
         raise DataError(
             f"There is no run's folder at {folder}",
-            "verdicts are made of the traces in it",
+            "verdicts are based on the traces in it",
             f"Name a run's folder (runs/NAME), or start the run: {call('train')}",
         )
     return named, root

@@ -115,7 +115,7 @@ def _packages() -> Iterator[Finding]:
 
 def _devices(torch: dict[str, Any]) -> Iterator[Finding]:
     if "error" in torch:
-        advice = "torch cannot be imported; install it again in an environment of its own"
+        advice = "torch cannot be imported; install it again in a separate environment"
         yield Finding("torch", torch["error"], "problem", advice)
         return
     seen, there = torch["devices"], cuda_devices()

@@ -61,7 +61,7 @@ def not_over(out: Path | None, *inputs: Path) -> None:
     for path in inputs:
         if out is not None and out.exists() and path.exists() and out.samefile(path):
             raise UsageError(
-                f"{out} is one of the files that are read",
+                f"{out} is one of the input files",
                 "it would be replaced",
                 "Name another file to write.",
             )
@@ -81,7 +81,9 @@ def check_number(
 def check_list(name: str, value: object) -> None:
     """Raise UsageError if an argument is one text or number instead of several."""
     if isinstance(value, str | Path | int):
-        raise UsageError(f"{argument(name)} is no list", f"given: {value!r}", f"Give [{value!r}].")
+        raise UsageError(
+            f"{argument(name)} is not a list", f"given: {value!r}", f"Give [{value!r}]."
+        )
 
 
 def check_choice(name: str, value: object, literal: Any) -> None:

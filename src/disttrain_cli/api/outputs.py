@@ -104,8 +104,8 @@ def sample(
     if target is not None and target.exists():
         raise UsageError(
             f"{target} exists",
-            "Samples are written to a new folder; nothing is written over.",
-            "Name another folder, or move this one away.",
+            "Samples are written to a new folder; existing files are not overwritten.",
+            "Name another folder, or move this one.",
         )
     from disttrain_cli.runtime.outputs.sample import Wish, find
     from disttrain_cli.runtime.outputs.sample import sample as draw

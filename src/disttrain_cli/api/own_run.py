@@ -113,7 +113,7 @@ def own_run(folder: Path, model: str, data: str, devices: int, progress: Progres
         }
         run, index = _index(Path(scratch), fields, given, values, progress)
         if VIDEOS in index.unread and run.published and run.published.family.video:
-            values["video"] = "  video: {}  # read as the model's processor says\n"
+            values["video"] = "  video: {}  # read with the settings of the model's processor\n"
             run, index = _index(Path(scratch), fields, given, values, progress)
         starting_weights(run)
         for what, count in index.unread.items():
@@ -121,7 +121,7 @@ def own_run(folder: Path, model: str, data: str, devices: int, progress: Progres
                 raise SpecError(
                     f"{model} has no module for {count:,} {what} in {data}",
                     f"its modules: {', '.join(run.file.model.order)}",
-                    "Name a model that has, or data without them; or write the run file by hand"
+                    "Name a model that has one, or data without them; or write the run file by hand"
                     " (docs/runfile.md), which then leaves them out.",
                 )
         chosen = _sizes(run, index, devices)
@@ -151,7 +151,7 @@ def _model_fields(path: Path, config: object) -> Template:
     if kind in llms:
         return Template("  modules:\n    llm: {kind: llm, folder: $folder}")
     raise SpecError(
-        f"{path} is of no family that is trained whole: model_type {kind!r}",
+        f"{path} is not of a family that can be trained as a whole: model_type {kind!r}",
         f"vision-language models: {', '.join(sorted(FAMILIES))}; LLMs: {listed(kind, llms)}",
         "Name one of these, or put modules together by hand: docs/howto/own-vlm.md",
     )

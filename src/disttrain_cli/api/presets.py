@@ -118,7 +118,7 @@ def _write_new(folder: Path, name: str, content: bytes) -> None:
     elif not path.is_file() or path.read_bytes() != content:
         raise SpecError(
             f"{short_path(path)} exists and differs from the preset's",
-            "It is left as it is.",
+            "It was not changed.",
             "Choose another folder, or move the file away first.",
         )
 

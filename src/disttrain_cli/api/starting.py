@@ -64,14 +64,14 @@ def init(
         if preset is not None or sample_data:
             raise UsageError(
                 f"{both} go without {argument('preset')} and {argument('sample_data', True)}",
-                "one run file is of your own model and data, the other of a preset",
+                "a run file is either for your model and data, or from a preset",
                 call("init", help=True),
             )
         return _init_own(Path(folder), model, data, progress)
     if model is not None or data is not None:
         raise UsageError(
             f"{both} go together",
-            "sizes and steps of the run file are those of both",
+            "sizes and steps of the run file depend on both",
             call("init", "DIR", model="PATH", data="PATH"),
         )
     return _init_preset(Path(folder), preset or TINY, sample_data, progress)
@@ -124,7 +124,7 @@ def _init_preset(folder: Path, preset: str, sample_data: bool, progress: Progres
 def _exists(path: Path, how: str) -> SpecError:
     return SpecError(
         f"{path} exists{how}",
-        "It is left as it is.",
+        "It was not changed.",
         "Choose another folder, or move the file away first.",
     )
 

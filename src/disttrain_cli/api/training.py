@@ -168,14 +168,14 @@ def check_start(resume: bool, restart: bool, origin: Path | str | None) -> None:
     if resume and restart:
         raise UsageError(
             f"{resuming} and {argument('restart', True)} exclude each other",
-            "one goes on from the newest checkpoint, the other starts at step 0",
-            "Give one of them.",
+            "one resumes from the newest checkpoint, the other starts at step 0",
+            "Use one of them.",
         )
     if origin is not None and resume:
         raise UsageError(
-            f"{starting} does not go with {resuming}",
-            f"{resuming} goes on with this run's own weights; {starting} starts at step 0",
-            "Leave one of the two out.",
+            f"{starting} cannot be combined with {resuming}",
+            f"{resuming} continues with this run's weights; {starting} starts at step 0",
+            "Remove one of the two.",
         )
 
 
@@ -232,7 +232,7 @@ def rehearse(
     with alone(folder):
         now = goes_on_with(folder, chosen) if resume else chosen
         if now is not chosen:
-            note(f"The rehearsal goes on with the plan it ended with, {short_path(folder.plan)}.")
+            note(f"The rehearsal continues with its last plan, {short_path(folder.plan)}.")
         with looked_after(
             opened, folder, now, profile, folder.plan, note, emulated=True
         ) as replanner:
@@ -307,9 +307,9 @@ def emit(
     check_number("steps", steps, 1)
     if preflight and profile_steps is not None:
         raise UsageError(
-            f"{argument('profile_steps')} does not go with {argument('preflight', True)}",
+            f"{argument('profile_steps')} cannot be combined with {argument('preflight', True)}",
             "a preflight runs no step",
-            "Leave one of the two out.",
+            "Remove one of the two.",
         )
     opened = open_run(run)
     from disttrain_cli.runtime.launching.emit.startable import check_planned, check_startable

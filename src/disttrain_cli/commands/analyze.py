@@ -43,29 +43,30 @@ def run(
             metavar="PATH",
             show_default=False,
             help=(
-                "Run folders, trace folders, or traces of any PyTorch job (Kineto/Chrome JSON, or"
-                " .gz; "
-                "also what --perfetto wrote), or dumps of PyTorch's flight recorder; "
-                "if none is given, the run of ./disttrain.yaml."
+                "Run folders, trace folders, traces of any PyTorch job (Kineto/Chrome JSON, or"
+                " .gz; also files written by --perfetto), or dumps of PyTorch's flight recorder;"
+                " by default the run of ./disttrain.yaml."
             ),
         ),
     ] = None,
     html: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="Write the report page here instead of in the run's folder."
+            metavar="FILE", help="Write the report page to this file instead of the run's folder."
         ),
     ] = None,
     sql: Annotated[
         str | None,
-        typer.Option(metavar="QUERY", help="Answer one SELECT over the traces, and nothing else."),
+        typer.Option(metavar="QUERY", help="Only run one SELECT over the traces."),
     ] = None,
     perfetto: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Write own traces as Chrome JSON for ui.perfetto.dev "
-            "(compressed where the name ends in .gz), and nothing else.",
+            help=(
+                "Only export disttrain traces as Chrome JSON for ui.perfetto.dev (compressed if"
+                " the name ends in .gz)."
+            ),
         ),
     ] = None,
     compare: Annotated[
@@ -75,8 +76,10 @@ def run(
         str | None,
         typer.Option(
             metavar="EXPR",
-            help="Exit with code 5 if this holds: figures and texts of --json "
-            "against given ones, joined by and, or, not.",
+            help=(
+                "Exit with code 5 if this condition holds: comparisons of figures and texts of"
+                " --json, joined by and, or, not."
+            ),
         ),
     ] = None,
     json_mode: JsonFlag = False,
@@ -158,8 +161,8 @@ def _no_traces(options: dict[str, object]) -> None:
         if value is not None:
             raise UsageError(
                 f"{name} needs traces, and these are dumps of PyTorch's flight recorder",
-                "they show why a job hangs, and hold no times",
-                f"Leave {name} out.",
+                "they show why a job hangs, but contain no times",
+                f"Remove {name}.",
             )
 
 

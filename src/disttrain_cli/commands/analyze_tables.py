@@ -66,8 +66,8 @@ def _evidence(console: Console, analysis: Analysis) -> None:
 
 def _causes(console: Console, analysis: Analysis) -> None:
     console.table(
-        "Saved by fixing each cause, one after another (below 5 % none is a verdict)",
-        ["cause", "what", "saved s", "of the step", "alone s", "confidence"],
+        "Saved by fixing each cause, one after another (below 5 %, a cause is not a verdict)",
+        ["cause", "what", "saved s", "share of step", "alone s", "confidence"],
         [
             [
                 row.cause,
@@ -144,7 +144,7 @@ def _units(console: Console, analysis: Analysis) -> None:
 def _inside(console: Console, analysis: Analysis) -> None:
     console.table(
         "Inside the operations that torch profiled (the report has more)",
-        ["where", "operation", "profiled ms", "usually", "made of"],
+        ["location", "operation", "profiled ms", "usual ms", "breakdown"],
         [
             [
                 f"{row.unit} stage {row.stage}",
@@ -164,8 +164,8 @@ def _inside(console: Console, analysis: Analysis) -> None:
 
 def _memory(console: Console, analysis: Analysis) -> None:
     console.table(
-        "Memory of the fullest rank of a stage in GiB",
-        ["unit", "stage", "held", "plan, worst case", "limit", "outside PyTorch", "plan's reserve"],
+        "Peak memory per stage in GiB (rank with most)",
+        ["unit", "stage", "peak", "plan, worst case", "limit", "outside PyTorch", "plan's reserve"],
         [
             [
                 row.unit,
@@ -208,7 +208,7 @@ def _lost(console: Console, analysis: Analysis) -> None:
 def _remedies(console: Console, analysis: Analysis) -> None:
     console.table(
         "Saved by one change, all else as recorded (savings do not add up; next commands: --json)",
-        ["change", "by", "devices", "step s", "saved s", "of the step"],
+        ["change", "basis", "devices", "step s", "saved s", "share of step"],
         [
             [
                 row.change,
@@ -226,8 +226,8 @@ def _remedies(console: Console, analysis: Analysis) -> None:
 
 def _slowest(console: Console, analysis: Analysis) -> None:
     console.table(
-        "Slowest, against the mean of its kind",
-        ["what", "ms", "time", "time for its work"],
+        "Slowest stage, replica and slot, relative to the mean",
+        ["what", "ms", "÷ mean", "÷ mean, same work"],
         [
             [
                 f"{row.kind} {row.number}" + (f" of {row.unit}" if row.unit else ""),
@@ -269,17 +269,17 @@ def _predictions(console: Console, analysis: Analysis) -> None:
 
 def _operations(console: Console, analysis: Analysis) -> None:
     console.table(
-        "By operation in ms, the largest error in a step first",
+        "By operation in ms, sorted by the error per step",
         [
-            "where",
+            "location",
             "operation",
             "plan",
             "profile, same work",
             "measured",
             "error",
             "per step",
-            "adds ms",
-            "of the step",
+            "effect ms",
+            "share of step",
         ],
         [
             [
@@ -300,7 +300,7 @@ def _operations(console: Console, analysis: Analysis) -> None:
 
 def _kineto(console: Console, analysis: Analysis) -> None:
     console.table(
-        "Ranks; ms over the measured time, in the definitions of HolisticTraceAnalysis",
+        "Ranks; ms over the measured time, as defined by HolisticTraceAnalysis",
         [
             "rank",
             "span",
@@ -311,7 +311,7 @@ def _kineto(console: Console, analysis: Analysis) -> None:
             "exposed communication",
             "exposed waiting",
             "waits in collectives",
-            "last into",
+            "joined last",
         ],
         [
             [
@@ -334,7 +334,7 @@ def _kineto(console: Console, analysis: Analysis) -> None:
             f"and {counted(len(analysis.ranks) - MOST_RANKS, 'more rank')} (--json has all)"
         )
     console.table(
-        "Collectives that cost most waiting, ms",
+        "Collectives with the longest waiting, ms",
         ["collective", "group", "step", "ranks", "last", "longest wait", "mean wait", "transfer"],
         [
             [
@@ -351,8 +351,8 @@ def _kineto(console: Console, analysis: Analysis) -> None:
         ],
     )
     console.table(
-        "Kernels that take most time, ms",
-        ["kernel", "kind", "count", "sum", "longest", "share"],
+        "Kernels with the largest total time, ms",
+        ["kernel", "kind", "count", "total", "longest", "share"],
         [
             [
                 short_name(row.name),

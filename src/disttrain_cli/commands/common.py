@@ -25,11 +25,10 @@ SetOption = Annotated[
 JsonFlag = Annotated[
     bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else there.")
 ]
-QuietFlag = Annotated[
-    bool, typer.Option("--quiet", "-q", help="No chatter; print only the path written.")
-]
+QuietFlag = Annotated[bool, typer.Option("--quiet", "-q", help="Print only the path written.")]
 OutOption = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Write here instead of in the run's folder.")
+    Path | None,
+    typer.Option(metavar="FILE", help="Write to this path instead of the run's folder."),
 ]
 
 

@@ -42,7 +42,7 @@ def show_comparison(
         if row.measure in ("step", "kind") or row.significant or (not told and row.difference_s)
     ]
     console.table(
-        f"Against {before}, ms of a step and rank",
+        f"Compared with {before}, ms per step and rank",
         ["what", "name", "before", "after", "difference", "95 % interval", "p", "beyond noise"],
         [_cells(row) for row in shown[:MOST_ROWS]],
     )
@@ -52,7 +52,7 @@ def show_comparison(
     steps = f"Steps: {times.steps[0]} before, {times.steps[1]} after"
     if told:
         differ = agree(quiet, "differs", "differ")
-        console.say(f"{counted(quiet, 'more row')} {differ} no more than steps do. {steps}.")
+        console.say(f"{counted(quiet, 'more row')} {differ} within the noise. {steps}.")
         console.say(f"Test: {times.test}.")
     else:
         console.say(f"{steps}: too few to separate a difference from the noise of steps.")

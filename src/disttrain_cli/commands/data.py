@@ -42,10 +42,10 @@ $ disttrain data serve demo/disttrain.yaml --processes 4
 $ disttrain data serve --host 0.0.0.0 --processes 32 --tls-cert node.pem --tls-key node.key
 $ disttrain data serve --json --quiet > workers.json
 
-Needs the run file, its profile, plan, index and data, and no GPU. The process serves until SIGTERM
-or Ctrl-C, and starts a worker again that ends. Beyond loopback it needs a certificate and
-preprocess.token_file in the run file. With --json one document is printed as soon as all workers
-serve.
+Needs the run file, its profile, plan, index and data, but no GPU. The process serves until SIGTERM
+or Ctrl-C, and restarts workers that end. On addresses other than loopback it needs a certificate
+and preprocess.token_file in the run file. With --json one document is printed as soon as all
+workers serve.
 """
 
 INDEX_EPILOG = """Examples:
@@ -57,7 +57,7 @@ $ srun sh -c 'disttrain data index --share $SLURM_PROCID/$SLURM_NTASKS'
 Builds the sample index, or reads new shards into it, as disttrain profile does, on all cores of
 this machine. With --share K/N, for K from 0 to N - 1 on N hosts at once that see the run's folder,
 each host reads its share of the shards; disttrain profile, or this command without --share, then
-joins them and reads what a host did not. Interrupted, all of them go on with what they have read.
+joins them and reads the remaining shards. After an interruption all of these commands resume.
 """
 
 CHECK_EPILOG = """Examples:
@@ -67,8 +67,8 @@ $ disttrain data check demo/disttrain.yaml --json --quiet > skipped.json
 
 Indexes the data as disttrain profile does, then decodes every image and clip that was not decoded
 by an earlier check, on all cores of this machine. Samples that cannot be used are listed with their
-reasons and left out of the index; past data.max_bad_fraction the index stays as it is, with exit
-code 1.
+reasons and left out of the index; above data.max_bad_fraction the index is not changed, and the
+exit code is 1.
 """
 
 LATENTS_EPILOG = """Examples:
@@ -77,9 +77,9 @@ $ disttrain data latents
 $ disttrain data latents demo/disttrain.yaml --json --quiet > latents.json
 
 For generators with cached_latents in the run file: encodes every image to generate with the
-generator's VAE, on the GPU where there is one, else on all cores, and keeps mean and log-variance
-in the run's folder. An interrupted call goes on where it was; new shards are added. Past
-data.max_bad_fraction it ends with exit code 1.
+generator's VAE, on the GPU if there is one, else on all cores, and stores mean and log-variance in
+the run's folder. An interrupted call is resumed; new shards are added. Above data.max_bad_fraction
+it ends with exit code 1.
 """
 
 ORDER_EPILOG = """Examples:
@@ -87,10 +87,10 @@ ORDER_EPILOG = """Examples:
 $ disttrain data order
 $ disttrain data order demo/disttrain.yaml --epochs 3
 
-Training makes the order of an epoch itself, on the first process that needs it, while the others
-wait. This makes it ahead: of the epoch that training begins or goes on in, and of those after it,
-of the next phase of data.curriculum where it begins before. What is there already is not made
-again.
+Training computes the order of an epoch in the first process that needs it, while the others wait.
+This command computes it ahead of time: for the epoch in which training starts or resumes, and for
+those after it, or of the next phase of data.curriculum if it begins earlier. Existing orders are
+not computed again.
 """
 
 app = typer.Typer()
@@ -108,7 +108,7 @@ def serve(
     run_file: RunFileArgument = DEFAULT_RUN_FILE,
     plan: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Plan that is trained, instead of the run's own."),
+        typer.Option(metavar="FILE", help="Plan to train, instead of the run's."),
     ] = None,
     host: Annotated[str, typer.Option(metavar="HOST", help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[
@@ -117,7 +117,7 @@ def serve(
             min=0,
             max=65535,
             metavar="PORT",
-            help="Port of the first worker, the next ones follow; 0: any free ones.",
+            help="Port of the first worker, followed by the next ones; 0: any free ports.",
         ),
     ] = 8815,
     processes: Annotated[
@@ -132,7 +132,7 @@ def serve(
         Path | None, typer.Option(metavar="FILE", help="Certificate (PEM) of this host.")
     ] = None,
     tls_key: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Its private key (PEM).")
+        Path | None, typer.Option(metavar="FILE", help="Private key of the certificate (PEM).")
     ] = None,
     settings: SetOption = None,
     json_mode: JsonFlag = False,
@@ -170,7 +170,10 @@ def index(
     run_file: RunFileArgument = DEFAULT_RUN_FILE,
     share: Annotated[
         str | None,
-        typer.Option(metavar="K/N", help="Read the share of host K of N, from 0; join nothing."),
+        typer.Option(
+            metavar="K/N",
+            help="Only read the share of host K of N, from 0; do not join the shares.",
+        ),
     ] = None,
     settings: SetOption = None,
     json_mode: JsonFlag = False,
@@ -283,7 +286,7 @@ def latents(
 def order(
     run_file: RunFileArgument = DEFAULT_RUN_FILE,
     epochs: Annotated[
-        int, typer.Option(min=1, metavar="N", help="How many, from the one that comes next.")
+        int, typer.Option(min=1, metavar="N", help="Number of epochs, from the next one.")
     ] = 1,
     settings: SetOption = None,
     json_mode: JsonFlag = False,

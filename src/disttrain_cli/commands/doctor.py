@@ -14,8 +14,8 @@ EPILOG = """Examples:
 $ disttrain doctor
 $ disttrain doctor --json | jq .problems
 
-Reads versions, devices, compilers and limits; writes nothing. Exit code 1 means that something
-which every run needs is missing or does not fit; what some runs need is advice.
+Reads versions, devices, compilers and limits; writes nothing. Exit code 1 means that a requirement
+of every run is missing or does not fit; requirements of some runs are only reported.
 """
 
 

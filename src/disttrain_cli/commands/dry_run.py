@@ -36,9 +36,9 @@ def show_steps(console: Console, run: Run, plan: Plan) -> bool:
 def _render(console: Console, result: DryRun, logs: str) -> None:
     major, minor = result.capability
     console.say(
-        f"{len(result.stages)} distinct stages of {result.ranks} ranks took a step on a fake"
+        f"{len(result.stages)} distinct stages of {result.ranks} ranks ran a step on a fake"
         f" {result.device} (compute capability {major}.{minor}, {result.memory_gib:g} GiB), at the"
-        " plan's worst work."
+        " plan's worst-case work."
     )
     done = [stage for stage in result.stages if stage.seen.failure is None]
     for show in (_memory, _slot, _messages, _waits):
@@ -47,8 +47,7 @@ def _render(console: Console, result: DryRun, logs: str) -> None:
     if not order.faults:
         console.say(
             f"{order.operations:,} messages and collectives of all ranks in {order.slots}"
-            f" slot{'s' * (order.slots > 1)} run to their end where each of them blocks, as over"
-            " NCCL."
+            f" slot{'s' * (order.slots > 1)} complete if each of them blocks, as with NCCL."
         )
     if result.problems and not console.json_mode:
         console.error(
@@ -60,21 +59,21 @@ def _render(console: Console, result: DryRun, logs: str) -> None:
 
 def _memory(console: Console, done: list[StageReport]) -> None:
     console.table(
-        "Memory in GiB: kept of a slot and at the peak of a step, as executed and as priced;"
-        " reserves that nothing here shows",
+        "Memory in GiB: activations of a slot and peak of a step, executed and predicted; reserves"
+        " that a dry run cannot show",
         [
             "unit",
             "stage",
             "layers",
             "in flight",
             "kept",
-            "priced",
+            "predicted",
             "peak",
-            "priced",
+            "predicted",
             "reserves",
-            "together",
+            "total",
             "plan",
-            "of the limit",
+            "share of limit",
         ],
         [
             [
@@ -135,7 +134,7 @@ def _slot(console: Console, done: list[StageReport]) -> None:
 
 def _messages(console: Console, done: list[StageReport]) -> None:
     console.table(
-        "What crosses the cuts in a slot, one rank's rows",
+        "Messages over the cuts per slot, rows of one rank",
         ["unit", "stage", "instruction", "tensor", "shape", "type"],
         [
             [
@@ -154,8 +153,8 @@ def _messages(console: Console, done: list[StageReport]) -> None:
 
 def _waits(console: Console, done: list[StageReport]) -> None:
     console.table(
-        "Where the host waits for the device",
-        ["unit", "stage", "during", "what", "where", "times in a step"],
+        "Host synchronisations with the device",
+        ["unit", "stage", "during", "what", "where", "per step"],
         [
             [
                 stage.unit,

@@ -28,10 +28,10 @@ $ disttrain export --to my-model --ema
 $ disttrain export --to my-model --merge
 
 Each module becomes a folder that transformers or diffusers load with from_pretrained;
-projectors.safetensors holds what joins them, and README.md says how. A run of a whole published
-model (model.folder) becomes one folder like it, for AutoModelForImageTextToText. Of a module with
-lora the adapters are written, which peft's PeftModel.from_pretrained loads. Nothing that exists is
-written over.
+projectors.safetensors contains the projectors between them, and README.md describes their use. A
+run of a complete published model (model.folder) becomes one folder like it, for
+AutoModelForImageTextToText. For a module with lora the adapters are written, which peft's
+PeftModel.from_pretrained loads. Existing files are not overwritten.
 """
 
 
@@ -45,13 +45,13 @@ def run(
     ema: Annotated[
         bool,
         typer.Option(
-            "--ema", help="Moving averages instead of the last weights, where a module has them."
+            "--ema", help="Moving averages instead of the last weights, for modules that have them."
         ),
     ] = False,
     merge: Annotated[
         bool,
         typer.Option(
-            "--merge", help="Whole weights with the adapters added, instead of the adapters."
+            "--merge", help="Complete weights with the adapters merged, instead of the adapters."
         ),
     ] = False,
     settings: SetOption = None,

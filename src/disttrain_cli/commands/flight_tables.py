@@ -37,7 +37,7 @@ def _render(console: Console, found: Dumped) -> None:
     if found.without_dump:
         console.say(
             f"No dump of {name_ranks(found.without_dump)}: what"
-            f" {agree(len(found.without_dump), 'it', 'they')} did is not known."
+            f" {agree(len(found.without_dump), 'it', 'they')} did is unknown."
         )
     console.table(
         "First collective of each group that is not in order",

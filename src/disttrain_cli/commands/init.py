@@ -24,10 +24,10 @@ $ disttrain init my-run
 $ disttrain init my-run --folder Qwen/Qwen2.5-VL-7B-Instruct --data talks.jsonl
 
 Writes DIR/disttrain.yaml, and with --sample-data the scanned digits of scikit-learn as WebDataset
-tars in DIR/data. Small models of a published family (tiny-qwen3-vl …) are a folder as such models
-are published, with random weights: DIR/model. With --folder and --data the sizes of all samples
-are read, and sequence length, batch, steps and learning rate chosen for them: values to start from.
-Beside each run file lies its JSON Schema, for editors.
+tars in DIR/data. Small models of a published family (tiny-qwen3-vl …) are a folder in the published
+format, with random weights: DIR/model. With --folder and --data the sizes of all samples are read,
+and sequence length, batch, steps and learning rate are chosen for them as starting values. The JSON
+Schema of each run file is written next to it, for editors.
 """
 
 
@@ -36,8 +36,10 @@ def run(
         Path | None,
         typer.Argument(
             metavar="DIR",
-            help="Folder to write, made if it does not exist; with --folder the working folder, if"
-            " not given.",
+            help=(
+                "Folder to write, created if it does not exist; with --folder the working folder"
+                " by default."
+            ),
         ),
     ] = None,
     preset: Annotated[
@@ -53,8 +55,10 @@ def run(
         typer.Option(
             "--folder",
             metavar="PATH|NAME",
-            help="Your own model: folder of a published vision-language model or LLM, or its name"
-            " on Hugging Face; needs --data.",
+            help=(
+                "Your model: folder of a published vision-language model or LLM, or its name on"
+                " Hugging Face; needs --data."
+            ),
         ),
     ] = None,
     own_data: Annotated[
@@ -62,12 +66,14 @@ def run(
         typer.Option(
             "--data",
             metavar="PATH|URL",
-            help="Your own data: JSON, JSONL, ShareGPT, WebDataset tars, Parquet, or a folder of"
-            " them; needs --folder.",
+            help=(
+                "Your data: JSON, JSONL, ShareGPT, WebDataset tars, Parquet, or a folder of them;"
+                " needs --folder."
+            ),
         ),
     ] = None,
     sample_data: Annotated[
-        bool, typer.Option("--sample-data", help="Write a small real dataset too.")
+        bool, typer.Option("--sample-data", help="Also write a small real dataset.")
     ] = False,
     json_mode: JsonFlag = False,
     quiet: QuietFlag = False,
@@ -110,7 +116,7 @@ def _render(console: Console, made: InitResult) -> None:
         console.note(note)
     if made.missing:
         console.say(
-            f"There is no data yet at {', '.join(made.missing)}: put yours there, or name it in"
+            f"There is no data yet at {', '.join(made.missing)}: copy yours there, or name it in"
             f" data.sources of {path}; or write an example:"
         )
         options = ["--preset", str(made.preset), "--sample-data"]

@@ -104,7 +104,8 @@ def show_preflight(console: Console, done: Preflight) -> None:
     """Print the result of a preflight."""
     console.result(asdict(done))
     console.say(
-        f"{done.ranks} ranks met, have the same program, files and data, and all their groups work."
+        f"{done.ranks} ranks connected, have the same program, files and data, and all their"
+        " groups work."
     )
     for line in done.told:
         console.say(line)

@@ -46,9 +46,9 @@ $ disttrain plan --strategy megatron --out monolithic.yaml
 $ disttrain plan --json --quiet | jq .predicted.expected_s
 $ disttrain plan --gpus 8,16,64 --device H100,B200
 
-With several numbers, or with --device, every number of every device is planned for, and one table
-compares what training takes and costs there (cluster.price_per_gpu_hour); no plan is written.
-Exit code 3 means that no layout fits; the message names the limit in the way.
+With several numbers, or with --device, every number of every device is planned, and one table
+compares time and cost of the training (cluster.price_per_gpu_hour); no plan is written. Exit code 3
+means that no layout fits; the message names the limit in the way.
 """
 
 
@@ -70,13 +70,13 @@ def run(
     run_file: RunFileArgument = DEFAULT_RUN_FILE,
     profile: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Profile to plan from, instead of the run's own."),
+        typer.Option(metavar="FILE", help="Profile to plan from, instead of the run's."),
     ] = None,
     gpus: Annotated[
         str | None,
         typer.Option(
             metavar="N[,N...]",
-            help="Use at most N devices, not the whole cluster; several numbers are compared.",
+            help="Use at most N devices of the cluster; several numbers are compared.",
         ),
     ] = None,
     device: Annotated[
@@ -90,12 +90,14 @@ def run(
         Strategy,
         typer.Option(
             metavar="NAME",
-            help="Layouts to search: auto, modules grouped into units as is fastest; disaggregated,"
-            " each a unit of its own; megatron, all in one.",
+            help=(
+                "Layouts to search: auto, modules grouped into the fastest units; disaggregated, a"
+                " unit per module; megatron, one unit."
+            ),
         ),
     ] = Strategy.auto,
     top: Annotated[
-        int, typer.Option(min=0, metavar="K", help="How many runner-up plans to show.")
+        int, typer.Option(min=0, metavar="K", help="Number of runner-up plans to show.")
     ] = TOP,
     out: OutOption = None,
     settings: SetOption = None,
@@ -111,7 +113,7 @@ def run(
         for option in (option for option, given in single.items() if given):
             raise UsageError(
                 f"{option} is of a single plan",
-                "several numbers of devices, or --device, compare clusters in one table",
+                "with several numbers of devices, or --device, clusters are compared in one table",
                 "disttrain plan --help",
             )
         opened = open_run(run_file, *settings or ())
@@ -199,7 +201,7 @@ def _render(console: Console, result: PlanResult, run_file: Path) -> None:
     show_runners_up(console, chosen, why)
     show_sensitivity(console, chosen, result.sensitivity)
     later = any(unit.weight_delay for unit in chosen.plan.units)
-    weights = ", W gradients of weights" if later else ""
+    weights = ", W weight gradients" if later else ""
     console.say(
         f"\nThe step (F forward, B backward{weights}, R reduction and optimizer, . waiting)"
     )
@@ -207,9 +209,7 @@ def _render(console: Console, result: PlanResult, run_file: Path) -> None:
         console.say(line)
     if result.not_run:
         missing = ", ".join(f"{reason.what} ({reason.why})" for reason in result.not_run)
-        console.say(
-            "\n" + textwrap.fill(f"Training does not run yet, and refuses: {missing}.", columns)
-        )
+        console.say("\n" + textwrap.fill(f"Training cannot run this plan yet: {missing}.", columns))
     search = chosen.search
     number = f"{search.candidates:,}" if search.candidates < 10**9 else f"{search.candidates:.1e}"
     picture = f" and {short_path(result.picture)}" if result.picture else ""

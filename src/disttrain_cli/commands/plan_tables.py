@@ -44,7 +44,7 @@ def show_layout(
         f"{layout.global_batch_size:,} sequences per step = {layout.microbatches:,} slots ×"
         f" {layout.global_batch_size // layout.microbatches:,} ({layout.microbatch_size} per LLM"
         f" replica); ZeRO-{layout.zero_stage}{_trained(layout)}"
-        f"{'; reductions and gathers behind passes' if layout.overlap else ''}"
+        f"{'; reductions and gathers overlapped' if layout.overlap else ''}"
     )
     several = any(unit.modules != [unit.name] for unit in layout.units)
     recomputes = any(unit.checkpointing for unit in layout.units)
@@ -58,7 +58,7 @@ def show_layout(
             [
                 unit.name,
                 *([" + ".join(unit.modules)] if several else []),
-                f"{unit.tp_degree} {'hidden' if unit.tp_overlap else ''}".strip()
+                f"{unit.tp_degree} {'overlapped' if unit.tp_overlap else ''}".strip()
                 if hides
                 else unit.tp_degree,
                 *([unit.cp_degree] if shares else []),
@@ -85,7 +85,7 @@ def show_layout(
             "devices",
             "layers per stage",
             *(["recomputes"] if recomputes else []),
-            *(["weights after"] if splits else []),
+            *(["W delay"] if splits else []),
             "ms per slot",
             "MFU",
             "peak / limit GiB",
@@ -110,7 +110,7 @@ def mfu_line(predicted: Prediction, idle: bool) -> str:
     slower = (predicted.expected_s or predicted.iteration_s) / predicted.iteration_s
     mfu = percent(predicted.mfu / slower)
     if idle and predicted.mfu_used is not None:
-        mfu += f" of all given, {percent(predicted.mfu_used / slower)} of those used"
+        mfu += f" over all devices, {percent(predicted.mfu_used / slower)} over those used"
     if predicted.mfu_causal is not None and predicted.mfu_causal < predicted.mfu:
         mfu += f" ({percent(predicted.mfu_causal / slower)} with causal attention counted half)"
     return f"{predicted.sequences_per_s / slower:.4g} sequences/s, MFU {mfu}"
@@ -129,8 +129,8 @@ def show_memory(console: Console, plan: Plan) -> None:
     ]
     shown = [name for name in PARTS if any(stage.parts[name] >= 0.05 for stage in fullest)]
     console.table(
-        "Memory of each unit's fullest stage, in GiB (fragmentation and reserve are stated, not"
-        " measured)",
+        "Peak memory of each unit's largest stage, in GiB (fragmentation and reserve are stated,"
+        " not measured)",
         ["unit", "stage", *shown, "peak", "limit"],
         [
             [
@@ -150,7 +150,7 @@ def show_changes(console: Console, changes: Changes | None, path: str, columns: 
     if changes is None:
         return
     console.table(
-        f"What changes against the plan in place, {path}",
+        f"Changes from the plan in place, {path}",
         ["unit", "what", "before", "now"],
         [
             [change.unit or "all", change.what, _value(change.before), _value(change.after)]
@@ -179,7 +179,7 @@ def worth_it(changes: Changes) -> str:
         why = " It was edited by hand since it was planned."
     else:
         why = f" It was predicted to take {_seconds(changes.old_iteration_s)} when it was made" + (
-            f"; since then the profile moved its slowest stages, per slot: {', '.join(moved)}."
+            f"; since then its slowest stages changed in the profile, per slot: {', '.join(moved)}."
             if moved
             else "."
         )
@@ -237,8 +237,9 @@ def show_strategies(
             ]
         )
     console.table(
-        "Beside other strategies, at the profile's costs (given, used: throughput of this plan over"
-        f" theirs, per device{'; expected: given at the expected costs' if orders else ''})",
+        "Comparison with other strategies at the profile's costs (given, used: throughput of this"
+        " plan ÷ theirs, per device"
+        f"{'; expected: given, at the expected costs' if orders else ''})",
         [
             "strategy",
             "s per step",
@@ -262,7 +263,7 @@ def show_strategies(
         runs = (
             with_named(f"disttrain plan --strategy {better[0]}", run_file)
             if planned and planned.plan
-            else f"{better[0]}, which no plan trains with"
+            else f"{better[0]}, which is only a baseline"
         )
         console.say(f"Faster, but not among the layouts of --strategy {layout.strategy}: {runs}")
 
@@ -306,7 +307,7 @@ def show_sensitivity(console: Console, plan: Plan, sensitivity: Sensitivity | No
         else ""
     )
     console.table(
-        f"What if (the best layout then, by the formula{limit})",
+        f"What if (best layout in each case, by the formula{limit})",
         ["", "devices", "s per step", "sequences/s", "change", *names],
         rows,
     )
@@ -328,13 +329,13 @@ def more_gpus(sensitivity: Sensitivity, batch: int) -> str:
             sum(getattr(move, gpus) for move in one.units) for gpus in ("gpus", "gpus_then")
         )
         jump = (
-            f" Its share is {two_digits(100 * share)} %: shapes come in steps, as the LLM's"
+            f" Its share is {two_digits(100 * share)} %: layouts come in steps, as the LLM's"
             f" replicas divide the {batch:,} sequences of a step and stages hold whole layers"
             + (f"; the best uses {used:,} devices now, {then:,} then." if one.units else ".")
         )
         return (
             f"One more device brings {two_digits(100 * (one.speedup - 1))} % more sequences per"
-            f" second{', and goes to ' + ' and '.join(gains) if gains else ', in other shapes'}."
+            f" second{', for ' + ' and '.join(gains) if gains else ', with a different layout'}."
             + (jump if one.speedup - 1 > JUMP * share else "")
         )
     if until is None:

@@ -38,31 +38,33 @@ $ disttrain profile --calibrate runs/demo
 $ disttrain profile --calibrate runs/demo/rehearsal
 
 Builds the sample index, or reads new shards into it, then measures forward and backward of every
-module over the data's own sizes. Shards that changed or went since they were indexed are refused;
-with --reindex all are read again. Measuring stops at a budget: on a CPU 30 s of CPU time of all
-processes, or a tenth of what the training will take if that is less (5 s at least); on GPUs 3
+module for the sizes in the data. Shards that changed or were removed after they were indexed are
+refused; with --reindex all are read again. Measuring stops at a budget: on a CPU 30 s of CPU time
+of all processes, or a tenth of the training time if that is less (5 s at least); on GPUs 3
 minutes. Start-up counts (on a CPU some 20 s of all processes); reading the data does not. Sizes
-that span the data's come first, the smallest and a larger one of everything whatever the budget,
-the rest is interpolated. TP sizes that the budget left out are named here and by disttrain plan;
-profiling again goes on with them. With analytic:NAME nothing is measured but preprocessing: the
-layers' operators are counted and timed by the catalogue's figures, for machines that are not here.
-With --calibrate nothing is measured: the profile of a recorded run is corrected by its traces, and
-what it replaces is kept as profile.json.before.
+that span those of the data come first, with the smallest and a larger one of everything whatever
+the budget; the rest is interpolated. TP sizes that did not fit into the budget are named here and
+by disttrain plan; profiling again continues with them. With analytic:NAME only preprocessing is
+measured: operators of the layers are counted and timed by the catalogue's figures, for machines
+that are not available. With --calibrate nothing is measured: the profile of a recorded run is
+corrected by its traces, and the replaced profile is kept as profile.json.before.
 """
 
 #: Names of the hardware catalogue, for --help alone: reading it would slow every command's start.
 CATALOGUE = "A100, A100-40GB, A800, H100, H800, H200, B200"
 DEVICE_HELP = (
-    "Where to measure: auto (what the run file says, then CUDA where there is one), cpu, cuda; or"
-    f" analytic:NAME for a device of the catalogue ({CATALOGUE}), or any other whose"
-    " cluster.peak_tflops and cluster.memory_gib the run file gives."
+    "Device to measure: auto (that of the run file, else CUDA if available), cpu, cuda; or"
+    f" analytic:NAME for a device of the catalogue ({CATALOGUE}), or any other for which the run"
+    " file sets cluster.peak_tflops and cluster.memory_gib."
 )
 
 CALIBRATE_HELP = (
     "Folder of a recorded run, real or rehearsed (runs/NAME, runs/NAME/rehearsal): fit the cost"
     " models of its profile to its traces instead of measuring."
 )
-REINDEX_HELP = "Read all shards again, also where some changed or went since they were indexed."
+REINDEX_HELP = (
+    "Read all shards again, even if some changed or were removed after they were indexed."
+)
 CalibrateOption = Annotated[Path | None, typer.Option(metavar="RUN", help=CALIBRATE_HELP)]
 
 
@@ -84,7 +86,7 @@ def run(
         if device != "auto" or reindex:
             raise UsageError(
                 f"--calibrate and {'--reindex' if reindex else '--device'} exclude each other",
-                "--calibrate measures nothing: the run's own device and data stay",
+                "--calibrate measures nothing: device and data of the run stay the same",
                 "disttrain profile --help",
             )
         _calibrate(console, run_file, settings, calibrate, out)
@@ -116,7 +118,7 @@ def _calibrate(
     )
     console.say(f"Calibrated {made.profile.provenance['calibrated']}")
     console.table(
-        "What the profile said and what the run took",
+        "Predicted by the profile and measured in the run",
         ["", "", "before", "after", "", "change", "rows", "error before", "after"],
         [_change_cells(change) for change in made.changes],
     )
@@ -168,8 +170,8 @@ def _render(console: Console, profile: Profile, path: Path, passes: str) -> None
         console.say(_measuring_line(measuring))
         for name, tps in measuring.not_measured.items():
             console.say(
-                f"         {name} without TP {', '.join(tps)}: the budget ended before them;"
-                " disttrain profile again goes on with them"
+                f"         {name} without TP {', '.join(tps)}: not measured within the budget;"
+                " disttrain profile again continues with them"
             )
     console.say(
         f"Data     {data.samples:,} samples in {data.sequences:,} sequences "
@@ -180,10 +182,10 @@ def _render(console: Console, profile: Profile, path: Path, passes: str) -> None
         console.say(passes)
     for phase in data.phases if len(data.phases) > 1 else []:
         weights = " : ".join(f"{weight:g}" for weight in phase.weights)
-        priced = "; these figures are of it" if phase.step == data.priced_step else ""
+        priced = "; these figures describe it" if phase.step == data.priced_step else ""
         console.say(f"         from step {phase.step:,} on sources × {weights}{priced}")
     if data.duplicates:
-        console.say(f"         {data.duplicates:,} not used: they say what an earlier one says")
+        console.say(f"         {data.duplicates:,} not used: duplicates of earlier ones")
     for named in data.skipped_first:
         console.say(f"         skipped {named}")
     if data.skipped_entries > len(data.skipped_first):
@@ -202,7 +204,7 @@ def _render(console: Console, profile: Profile, path: Path, passes: str) -> None
     for line in described(data.unread_keys):
         console.say(f"         {line}")
     trained = (
-        f", {data.label_tokens:,} of them and of sample ends trained" if data.label_tokens else ""
+        f", {data.label_tokens:,} trained including ends of samples" if data.label_tokens else ""
     )
     console.say(f"Tokens   {data.text_tokens:,} of text{trained}; {data.image_tokens:,} of images")
     images = data.images_per_sequence
@@ -213,15 +215,15 @@ def _render(console: Console, profile: Profile, path: Path, passes: str) -> None
     video = profile.inputs.image and profile.inputs.image.video
     if video:
         console.say(
-            f"Videos   {data.videos:,}, of which {video.fps:g} frames per second are seen, at most"
-            f" {video.max_frames:,}; every two of them are one of the images"
+            f"Videos   {data.videos:,}, sampled at {video.fps:g} frames per second, at most"
+            f" {video.max_frames:,} frames; every two frames count as one image"
         )
     processor = profile.inputs.image and profile.inputs.image.processor
     if processor and processor.fixed_px:
         height, width = processor.fixed_px
         tiles = "tiles " if processor.tiling else ""
         console.say(
-            f"         all {tiles}of {width} × {height} pixels, as the model's processor makes them"
+            f"         all {tiles}of {width} × {height} pixels, resized by the model's processor"
         )
     elif profile.inputs.image and data.scaled_down is not None:
         console.say(
@@ -231,7 +233,7 @@ def _render(console: Console, profile: Profile, path: Path, passes: str) -> None
     if data.clips:
         console.say(
             f"Audio    {data.clips:,} clips ({data.clips / data.sequences:.1f} per sequence), "
-            f"{profile.preprocess.clips_per_s_per_core:,.0f}/s and core made into features"
+            f"{profile.preprocess.clips_per_s_per_core:,.0f}/s per core converted to features"
         )
     console.say(
         f"Decoding {profile.preprocess.images_per_s_per_core:,.0f} images/s and "
@@ -242,7 +244,7 @@ def _render(console: Console, profile: Profile, path: Path, passes: str) -> None
         links.append(("between nodes", profile.links.inter_node))
     console.table(
         "Links, Gbit/s and µs",
-        ["", "one to one", "all-reduce", "all-gather", "reduce-scatter"],
+        ["", "point to point", "all-reduce", "all-gather", "reduce-scatter"],
         [[where, *_link_cells(times)] for where, times in links],
     )
     console.table(
@@ -273,7 +275,7 @@ def _measuring_line(measuring: Measuring) -> str:
     if measured < drawn:
         line += "; the rest is interpolated"
     over = (
-        "; the first sizes of everything are measured all the same"
+        "; the first sizes of everything are measured in any case"
         if measuring.spent_s > measuring.budget_s + 1.0
         else ""
     )

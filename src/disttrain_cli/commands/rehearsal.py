@@ -73,12 +73,12 @@ def _render(
     profile: Profile,
 ) -> None:
     console.say(
-        f"{result.processes} processes stood for {result.gpus} GPUs (at most"
-        f" {result.gpus_per_process} each), {result.time_scale:g} s here per second of the cluster;"
+        f"{result.processes} processes emulated {result.gpus} GPUs (at most"
+        f" {result.gpus_per_process} each), {result.time_scale:g} s per second of the cluster;"
         f" messages {_MESSAGES[result.messages]}."
     )
     console.table(
-        "Seconds per step of the cluster; simulated: these very steps, processes and faults",
+        "Seconds per step of the cluster; simulated with the same steps, processes and faults",
         [
             "step",
             "predicted",
@@ -96,21 +96,21 @@ def _render(
     )
     if profile.device.shared_by > 1:
         console.say(
-            "Predicted are ranks that share the cores of this machine, as in training; simulated"
-            " and rehearsed ones have a device each, as slow as it was measured while all of them"
+            "Predictions are for ranks that share the cores of this machine, as in training; in"
+            " simulation and rehearsal each has a device, as slow as measured while all of them"
             " computed."
         )
     console.table(
-        "Predicted and rehearsed by operation, ms; those with the largest effect on the step first",
+        "Predicted and rehearsed by operation, ms; sorted by the effect on the step",
         [
             "unit",
             "stage",
             "operation",
             "planned",
-            "for this work",
+            "same work",
             "rehearsed",
             "error",
-            "of the step",
+            "share of step",
         ],
         [
             [
@@ -127,18 +127,18 @@ def _render(
         ],
     )
     for why in result.restarts:
-        console.say(f"Started again: {why}")
+        console.say(f"Restarted: {why}")
     say_replans(console, result.replans)
     late = result.late_ms
     console.say(
         f"\nEmulation   this host was {late.mean:.2f} ms behind an operation's start on average (99"
-        f" % within {late.p99:.1f} ms), and took {result.cpu_ms_per_operation:.1f} ms of a core for"
-        " each"
+        f" % within {late.p99:.1f} ms), and used {result.cpu_ms_per_operation:.1f} ms of CPU time"
+        " per operation"
     )
     if len(result.steps) > 1 and _behind(result) > LATE_SHARE:
         console.note(
             f"Steps are {percent(_behind(result))} longer than simulated. If the host was far"
-            " behind, it was too busy: end what else runs here, or set rehearse.time_scale above"
+            " behind, it was too busy: stop other processes, or set rehearse.time_scale above"
             f" {result.time_scale:g}."
         )
     say_drift(console, run_file, profile, plan, result.steps, Path(result.run_dir))
@@ -146,7 +146,7 @@ def _render(
     console.say(f"Traces      {short_path(Path(result.trace))}")
 
 
-_MESSAGES = {"scaled": "carried one number per row", "real": "had their real size"}
+_MESSAGES = {"scaled": "with one number per row", "real": "in full size"}
 
 
 def _step_cells(row: dict[str, Any], expected: dict[str, Any]) -> list[object]:

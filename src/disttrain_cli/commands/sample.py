@@ -25,8 +25,8 @@ $ disttrain sample demo --prompt "Draw a two." --prompt "Draw a six." --out draw
 $ disttrain sample --image scan.jpg
 $ disttrain sample --image scan.jpg --prompt "7, a" --temperature 0.8 --seed 1
 
-Images are drawn after every prompt, by a model with a generator; text is written after every prompt
-and image. PNG files and samples.json go to a new folder runs/NAME/samples/STEP.
+A model with a generator generates images for every prompt; text is generated for every prompt and
+image. PNG files and samples.json are written to a new folder runs/NAME/samples/STEP.
 """
 
 
@@ -36,13 +36,15 @@ def run(
         typer.Argument(
             metavar="CHECKPOINT",
             show_default=False,
-            help="A checkpoint's folder, or a run file or run folder, whose newest is taken; "
-            "./disttrain.yaml if not given.",
+            help=(
+                "Folder of a checkpoint, or a run file or run folder, of which the newest"
+                " checkpoint is used; ./disttrain.yaml by default."
+            ),
         ),
     ] = None,
     prompts: Annotated[
         list[str] | None,
-        typer.Option("--prompt", metavar="TEXT", help="Text to go on from; may be repeated."),
+        typer.Option("--prompt", metavar="TEXT", help="Text to continue; may be repeated."),
     ] = None,
     images: Annotated[
         list[Path] | None,
@@ -52,22 +54,28 @@ def run(
     ] = None,
     count: Annotated[
         int | None,
-        typer.Option(min=0, max=10_000, help="Images drawn for each prompt; one, if not given."),
+        typer.Option(min=0, max=10_000, help="Number of images per prompt; 1 by default."),
     ] = None,
-    tokens: Annotated[int, typer.Option(min=0, help="Tokens of text written at most.")] = 64,
+    tokens: Annotated[int, typer.Option(min=0, help="Maximum number of generated tokens.")] = 64,
     temperature: Annotated[
-        float, typer.Option(min=0.0, max=100.0, help="Of the text; 0 takes the likeliest token.")
+        float, typer.Option(min=0.0, max=100.0, help="Temperature of text sampling; 0 is greedy.")
     ] = 0.0,
-    seed: Annotated[int, typer.Option(min=0, max=2**31 - 1, help="Of noise and drawn tokens.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**31 - 1, help="Seed of noise and sampled tokens.")
+    ] = 0,
     run_file: Annotated[
         Path | None,
         typer.Option(
-            "--run", metavar="RUN.yaml", help="Run file of a checkpoint that lies elsewhere."
+            "--run",
+            metavar="RUN.yaml",
+            help="Run file of a checkpoint outside of its run's folder.",
         ),
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="New folder to write, instead of one in the run's."),
+        typer.Option(
+            metavar="DIR", help="New folder to write, instead of one in the run's folder."
+        ),
     ] = None,
     settings: SetOption = None,
     json_mode: JsonFlag = False,

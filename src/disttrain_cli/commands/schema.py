@@ -20,7 +20,8 @@ Editors with YAML support complete and check a run file that names the schema in
 
 def run(
     kind: Annotated[
-        Literal["runfile", "profile", "plan"], typer.Argument(help="Which file it describes.")
+        Literal["runfile", "profile", "plan"],
+        typer.Argument(help="File that the schema describes."),
     ] = "runfile",
     json_mode: JsonFlag = False,
     quiet: QuietFlag = False,

@@ -51,9 +51,9 @@ $ disttrain train --from runs/projectors
 $ disttrain train --profile-steps 5:8
 $ disttrain train demo/disttrain.yaml --plan monolithic.yaml
 
-A run without a plan is planned first, and profiled where it has no profile either, as disttrain
-profile and disttrain plan do, if its cluster is this machine. Other clusters, --resume and all
-options that start no training need a plan.
+A run without a plan is planned first, and profiled first if it has no profile, as disttrain profile
+and disttrain plan do, if its cluster is this machine. Other clusters, --resume and all options that
+do not start training need a plan.
 
 SIGTERM, a file logs/stop in the run's folder, or Ctrl-C finishes the step, writes a checkpoint and
 ends with exit code 143 or 130; a second signal ends at once. Exit code 4 means that a rank failed;
@@ -64,14 +64,16 @@ the message names it and its log.
 def run(
     run_file: RunFileArgument = DEFAULT_RUN_FILE,
     plan: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Plan to run, instead of the run's own.")
+        Path | None, typer.Option(metavar="FILE", help="Plan to run, instead of the run's.")
     ] = None,
     steps: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="Optimizer steps in all, instead of the run file's."),
+        typer.Option(
+            min=1, metavar="N", help="Total number of optimizer steps, instead of the run file's."
+        ),
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the newest checkpoint.")
+        bool, typer.Option("--resume", help="Resume from the newest checkpoint.")
     ] = False,
     origin: Annotated[
         Path | None,
@@ -88,7 +90,8 @@ def run(
         typer.Option(
             "--restart",
             help=(
-                "Start at step 0 though there are checkpoints; what is there is moved to earlier/."
+                "Start at step 0 even if there are checkpoints; existing files are moved to"
+                " earlier/."
             ),
         ),
     ] = False,
@@ -97,9 +100,9 @@ def run(
         typer.Option(
             "--rehearse",
             help=(
-                "Run the plan on emulated devices: real processes, messages and schedule,"
-                " computing is "
-                "waiting for as long as the profile says. See `rehearse` in the run file."
+                "Run the plan on emulated devices: real processes, messages and schedule;"
+                " computing is replaced by waiting for the time that the profile predicts. See"
+                " `rehearse` in the run file."
             ),
         ),
     ] = False,
@@ -113,23 +116,25 @@ def run(
         Literal["cuda"] | None,
         typer.Option(
             help=(
-                "With --dry-run: let every distinct stage take a step on a fake device of this"
-                " kind, and show its memory "
-                "beside the plan's, its messages, kernels and waits."
+                "With --dry-run: run a step of every distinct stage on a fake device of this kind,"
+                " and show its memory next to the plan's, its messages, kernels and waits."
             )
         ),
     ] = None,
     emit: Annotated[
         Kind | None,
         typer.Option(
-            help="Write what starts the ranks on the cluster's hosts (scripts, a Kubernetes JobSet,"
-            " a SkyPilot task), instead of starting them here."
+            help=(
+                "Write files that launch the ranks on the cluster's hosts (scripts, a Kubernetes"
+                " JobSet, a SkyPilot task), instead of launching them here."
+            )
         ),
     ] = None,
     out: Annotated[
         Path | None,
         typer.Option(
-            metavar="DIR", help="Folder for what --emit writes, instead of one in the run's."
+            metavar="DIR",
+            help="Folder for the files of --emit, instead of one in the run's folder.",
         ),
     ] = None,
     profile_steps: Annotated[
@@ -137,9 +142,8 @@ def run(
         typer.Option(
             metavar="A:B",
             help=(
-                "Record torch's profile of the steps from A to before B, a file per rank in the"
-                " run's "
-                "traces/kineto."
+                "Record torch's profile of steps A to B (exclusive), a file per rank in the run's"
+                " traces/kineto."
             ),
         ),
     ] = None,
@@ -147,7 +151,7 @@ def run(
         bool,
         typer.Option(
             "--preflight",
-            help="Let the ranks meet, compare files and data, try out their groups, and end.",
+            help="Connect the ranks, compare files and data, test their groups, and end.",
         ),
     ] = False,
     settings: SetOption = None,
@@ -263,9 +267,9 @@ def _ways_on(run: Run, again: str, first: str) -> Iterator[None]:
     except RankLostError as error:
         newest = latest(run.dir.checkpoints) if error.begun else None
         error.next_step = (
-            f"Go on from {newest.name}: {again} --resume"
+            f"Resume from {newest.name}: {again} --resume"
             if newest
-            else f"{error.next_step}\nThere is no checkpoint yet; start again: {first}"
+            else f"{error.next_step}\nThere is no checkpoint yet; restart: {first}"
         )
         raise
 
@@ -321,6 +325,6 @@ def _show_rehearsal(console: Console, chosen: Chosen, run: RunFile) -> None:
     setting = setting_of(run, chosen.plan, chosen.profile)
     console.say(
         f"A rehearsal starts {setting.processes} processes, each for at most"
-        f" {setting.gpus_per_process} GPUs of a stage, at {setting.time_scale:g} s here per second"
+        f" {setting.gpus_per_process} GPUs of a stage, at {setting.time_scale:g} s per second"
         " of the cluster."
     )

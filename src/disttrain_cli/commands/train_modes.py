@@ -98,19 +98,19 @@ def _check_modes(asked: Asked) -> None:
     """Raise UsageError where options exclude each other, or would have no effect."""
     if asked.out is not None and asked.emit is None:
         raise UsageError(
-            "--out names a folder for what --emit writes",
+            "--out names a folder for the files of --emit",
             "given: no --emit",
             "disttrain train --help",
         )
     if asked.emit is not None and asked.rehearse:
         raise UsageError(
-            "--emit does not go with --rehearse",
-            "a rehearsal runs on this machine alone",
-            "Leave one of them out.",
+            "--emit cannot be combined with --rehearse",
+            "a rehearsal runs only on this machine",
+            "Remove one of them.",
         )
     if asked.device is not None and (not asked.dry_run or asked.rehearse or asked.emit is not None):
         raise UsageError(
-            "--device goes with --dry-run alone",
+            "--device can only be combined with --dry-run",
             f"given: --device {asked.device}"
             + " --rehearse" * asked.rehearse
             + f" --emit {asked.emit}" * (asked.emit is not None),
@@ -127,15 +127,15 @@ def _check_modes(asked: Asked) -> None:
         if given:
             mode = "--preflight" if preflight else "--rehearse"
             raise UsageError(
-                f"{mode} does not go with --{option}",
+                f"{mode} cannot be combined with --{option}",
                 f"--{option} would have no effect",
-                "Leave one of the two out.",
+                "Remove one of the two.",
             )
     if asked.origin is not None and asked.rehearse:
         raise UsageError(
-            "--from does not go with --rehearse",
+            "--from cannot be combined with --rehearse",
             "emulated devices have no weights",
-            "Leave one of the two out.",
+            "Remove one of the two.",
         )
 
 
@@ -150,9 +150,10 @@ def _steps_to_profile(asked: Asked) -> range | None:
         return None
     if asked.rehearse or asked.preflight:
         raise UsageError(
-            f"--profile-steps does not go with --{'rehearse' if asked.rehearse else 'preflight'}",
+            "--profile-steps cannot be combined with"
+            f" --{'rehearse' if asked.rehearse else 'preflight'}",
             "emulated devices compute nothing" if asked.rehearse else "--preflight runs no step",
-            "Train with it, or leave it out.",
+            "Train with it, or remove it.",
         )
     first, _, last = given.partition(":")
     if not (
@@ -163,7 +164,7 @@ def _steps_to_profile(asked: Asked) -> range | None:
         and int(first) < int(last)
     ):
         raise UsageError(
-            "--profile-steps takes A:B with A < B: the steps from A to before B, counted from 0",
+            "--profile-steps takes A:B with A < B: steps A to B (exclusive), counted from 0",
             f"given: {given}",
             "disttrain train --profile-steps 5:8",
         )

@@ -96,7 +96,7 @@ def _say_cores(
         else (f" Other processes held {other_cores:.1f} of its {os.cpu_count()} cores on average.")
     )
     console.say(
-        f"In the median step a rank that could run waited {wait_s:.3f} s"
+        f"In the median step a runnable rank waited {wait_s:.3f} s"
         f" ({percent(wait_s / median_s)}) for a core of its host.{held}"
     )
 
@@ -112,7 +112,7 @@ def say_replans(console: Console, replans: Sequence[Replanned]) -> None:
 
 def _say_history(console: Console, result: TrainResult) -> None:
     for why in result.restarts:
-        console.say(f"Started again: {why}")
+        console.say(f"Restarted: {why}")
     say_replans(console, result.replans)
     if result.started_from is not None:
         console.say(f"Started from the weights of {short_path(Path(result.started_from))}")
@@ -137,7 +137,7 @@ def _say_files(console: Console, result: TrainResult) -> None:
     if result.samples and (judge := result.samples.judge):
         drawn, written = result.samples.drawn, result.samples.written
         says = (
-            [f"{result.samples.recognised} of {len(drawn)} images show what was asked for"]
+            [f"{result.samples.recognised} of {len(drawn)} images show what the prompt requested"]
             if drawn
             else []
         )
@@ -147,7 +147,7 @@ def _say_files(console: Console, result: TrainResult) -> None:
             else []
         )
         known = judge.accuracy
-        right = "" if known is None else f", right about {percent(known)} of held-out real ones"
+        right = "" if known is None else f", accuracy {percent(known)} on held-out real images"
         console.say(f"Judged      {'; '.join(says)}\n            ({judge.name}{right})")
 
 
@@ -156,17 +156,14 @@ def _show_answers(console: Console, samples: Samples) -> None:
 
     console.table(
         "Answers to held-out conversations",
-        ["asked", "model", "data"],
+        ["prompt", "model", "data"],
         [
             [printable(text, 100) for text in (one.prompt, one.text, one.recorded)]
             for one in samples.answers[:ANSWERS]
         ],
     )
     if samples.answers:
-        console.say(
-            f"{samples.matched} of {len(samples.answers)} answers are those of the data, word for"
-            " word"
-        )
+        console.say(f"{samples.matched} of {len(samples.answers)} answers match the data exactly")
     means = {name: mean for name, mean in samples.metrics.items() if name != "exact_match"}
     if means:
         said = ", ".join(f"{name} {mean:.3f}" for name, mean in means.items())

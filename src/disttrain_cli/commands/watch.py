@@ -28,7 +28,7 @@ $ disttrain watch runs/mllm-9b/rehearsal --every 0
 $ disttrain watch --json >> verdicts.jsonl
 $ disttrain watch --fail-if "verdict.cause == worker and verdict.lost_s > 0.5"
 
-It ends with the run. Exit code 5 means that a --fail-if condition held, at two looks in succession.
+It ends with the run. Exit code 5 means that a --fail-if condition held in two successive analyses.
 """
 
 
@@ -48,7 +48,7 @@ def run(
             min=4,
             max=32,
             metavar="N",
-            help="How many of the last steps are judged.",
+            help="Number of last steps to analyse.",
         ),
     ] = 5,
     every: Annotated[
@@ -56,19 +56,23 @@ def run(
         typer.Option(
             min=0.0,
             metavar="SECONDS",
-            help="Time between two looks at least; if not given, so that looks take 0.5 % of this"
-            " host's cores.",
+            help=(
+                "Minimum time between two analyses; by default such that they use 0.5 % of this"
+                " host's cores."
+            ),
         ),
     ] = None,
     once: Annotated[
-        bool, typer.Option("--once", help="Look once, say what is found, and end.")
+        bool, typer.Option("--once", help="Analyse once, print the result, and end.")
     ] = False,
     fail_if: Annotated[
         str | None,
         typer.Option(
             metavar="EXPR",
-            help="Exit with code 5 when this holds: a condition as of `disttrain analyze`, on the"
-            " last steps.",
+            help=(
+                "Exit with code 5 if this holds: a condition as in `disttrain analyze`, on the"
+                " last steps."
+            ),
         ),
     ] = None,
     json_mode: Annotated[
@@ -92,12 +96,15 @@ def run(
     folder = path or open_run(DEFAULT_RUN_FILE).dir.root
     root = RunDir(run_folder(folder) or folder)
     if not once:
-        console.note(f"Watching {short_path(root.root)} until it ends; Ctrl-C ends only this.")
+        console.note(
+            f"Watching {short_path(root.root)} until it ends; Ctrl-C ends only this command."
+        )
         if root.root.is_dir() and not (root.traces / "job.json").exists():
             console.note("It has no traces yet; waiting for its first steps.")
         elif Ending(root).over():
             console.note(
-                "It is over; waiting two minutes for its next start. Its last steps alone:"
+                "It has ended; waiting two minutes for its next start. To analyse only its last"
+                " steps:"
                 f" {shlex.join(['disttrain', 'watch', short_path(root.root), '--once'])}"
             )
     held, told = False, False
@@ -130,8 +137,8 @@ def run(
 def _point_to_dumps(console: Console, dumps: Path) -> None:
     if dumps.is_dir() and any(dumps.iterdir()):
         console.note(
-            "The job hung, and its ranks dumped PyTorch's flight recorder. In which collective, and"
-            f" who is missing there: {shlex.join(['disttrain', 'analyze', short_path(dumps)])}"
+            "The job hung, and its ranks dumped PyTorch's flight recorder. To see the collective"
+            f" and the missing ranks: {shlex.join(['disttrain', 'analyze', short_path(dumps)])}"
         )
 
 
@@ -139,10 +146,10 @@ def _leaving(look: Look) -> str:
     """Describe the saving of a restart without the slow host or device, or on a new plan."""
     planned = [one for one in look.analysis.remedies if one.basis == "plan" and one.worth]
     if not planned:
-        return "a restart on another plan would gain nothing that can be told."
+        return "no saving by a restart with another plan can be predicted."
     best = max(planned, key=lambda one: one.gain_s)
     return (
-        f"a restart on {best.change} would gain {best.gain_s:.2f} s of a step"
+        f"a restart with {best.change} would save {best.gain_s:.2f} s of a step"
         f" ({best.gain_pct:.0f} %). {best.command}"
     )
 
@@ -169,7 +176,7 @@ def _tell(console: Console, look: Look, sentence: str) -> None:
     when = f"{look.at.astimezone():%H:%M:%S}  steps {look.first} to {look.last}"
     console.say(
         f"{when}  {row['iteration_s']:.3g} s per step  {verdict.headline}"
-        f" ({100 * verdict.confidence:.0f} % sure)"
+        f" ({100 * verdict.confidence:.0f} % confidence)"
     )
     if (learned := look.analysis.learning) is not None:
         console.say(f"          {learned.headline}")
@@ -180,7 +187,7 @@ def _tell(console: Console, look: Look, sentence: str) -> None:
     for one in look.analysis.drift:
         console.say(f"          {one.sentence}.")
     if look.stays:
-        console.say(f"          It stays so: {_leaving(look)}")
+        console.say(f"          This persists: {_leaving(look)}")
     if look.found or look.analysis.drift:
         console.say(f"          {verdict.advice}")
         console.say(f"          Next: {verdict.next_command}")

@@ -116,7 +116,7 @@ class Chat:
             else:
                 parts.append(Part(TEXT, "", is_trained, ids=own))
         if parts and parts[0].kind == TEXT and parts[0].trained:
-            raise ValueError("the chat template begins with the answer: nothing leads to it")
+            raise ValueError("the chat template starts with the answer: no prompt precedes it")
         return parts
 
     def reads(self, key: str) -> bool:
@@ -131,9 +131,9 @@ class Chat:
     def _check_films(self) -> None:
         """Raise ValueError if the model or the tokenizer does not support videos."""
         if self._head is None or self._head.video is None:
-            raise ValueError("a video: none are read, unless the run file has data.video")
+            raise ValueError("a video: videos are not read without data.video in the run file")
         if self._video is None:
-            raise ValueError("a video, of which the tokenizer has no placeholder")
+            raise ValueError("a video, for which the tokenizer has no placeholder")
 
     def written(
         self, turns: list[Turn], around: Sequence[Around] = (), prompt: bool = False
@@ -150,7 +150,7 @@ class Chat:
         said = "".join(turn.said for turn in turns)
         for own, what in ((self._image, "an image"), (self._video, "a video")):
             if own and own in MARKS.sub("", said):
-                raise ValueError(f"a text contains {own}, which stands for {what}")
+                raise ValueError(f"a text contains {own}, the placeholder of {what}")
         messages = [self._message(turn) for turn in turns]
         text, spans = self._template.render_marked(messages, prompt)
         for mark, what in ((MARK, "images"), (FILM, "videos")):
@@ -162,14 +162,16 @@ class Chat:
         marks_of = {own: mark for mark, own in self._placeholders.items()}
         found = re.findall("|".join(map(re.escape, marks_of)), text)
         if [marks_of[own] for own in found] != MARKS.findall(said):
-            raise ValueError("the chat template writes images and videos in another order")
+            raise ValueError("the chat template writes images and videos in a different order")
         spans = spans if self._template.marks else self._answers(messages, text)
         spans = _trained(turns, spans)
         around = around or [ALONE] * len(MARKS.findall(said))
         text, spans, inside = _with_parts(text, [*self._placeholders.values()], around, spans)
         ids, begins, ends = self._tokens(text)
         if (rows := np.count_nonzero(ids == IMAGE_ROW)) != sum(len(one) - 1 for one in around):
-            raise ValueError(f"the tokenizer does not keep {', '.join(marks_of)} whole: {rows} are")
+            raise ValueError(
+                f"the tokenizer splits {', '.join(marks_of)}: only {rows} are single tokens"
+            )
         trained = np.zeros(len(ids), dtype=bool)
         for first, end in spans:
             trained |= (begins < end) & (ends > first) & (ids != IMAGE_ROW)
@@ -217,8 +219,7 @@ class Chat:
             or not text.endswith(after)
         ):
             raise ValueError(
-                f"the chat template leaves out or rewrites what the assistant says in turn"
-                f" {number + 1}"
+                f"the chat template omits or rewrites the assistant's text of turn {number + 1}"
             )
         closing = (ending for ending in self._endings if after.startswith(ending))
         return first, end + len(next(closing, ""))
@@ -250,8 +251,8 @@ class Chat:
         pictured = MARKS.search(turn.said) is not None
         if MARK in turn.said and self._images_elsewise:
             raise ValueError(
-                f"the chat template writes an image otherwise than as {self._mark}, which is not"
-                " read"
+                f"the chat template writes an image in another form than {self._mark}, which is not"
+                " supported"
             )
         takes = (MARK not in turn.said or self._takes_images) and (
             FILM not in turn.said or self._takes_videos

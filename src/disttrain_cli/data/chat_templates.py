@@ -84,7 +84,7 @@ class ChatTemplate:
             except Exception as error:  # a template is anyone's program
                 self._check_ends(error)
                 reason = printable(str(error) or type(error).__name__)
-                raise ValueError(f"the chat template does not take it: {reason}") from None
+                raise ValueError(f"the chat template rejects it: {reason}") from None
             return "".join(self._blocks), list(self._spans)
 
     def _check_ends(self, error: Exception) -> None:
@@ -94,8 +94,8 @@ class ChatTemplate:
         self._endless += 1
         if self._endless == MOST_ENDLESS:
             raise SpecError(
-                "The chat template of the tokenizer (data.tokenizer) does not end",
-                f"{MOST_ENDLESS} conversations: {error}",
+                "The chat template of the tokenizer (data.tokenizer) does not terminate",
+                f"for {MOST_ENDLESS} conversations: {error}",
                 "Correct chat_template.jinja in the tokenizer's folder.",
             )
 

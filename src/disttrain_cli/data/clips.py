@@ -59,7 +59,7 @@ def read_clip_header(read: Read, file_bytes: int) -> ClipHeader:
     ):
         raise ValueError(f"truncated WAV file: {file_bytes} bytes of {claimed + 8}")
     if head[:4] == b"OggS" and not _ends(read(max(0, file_bytes - OGG_PAGE_BYTES), OGG_PAGE_BYTES)):
-        raise ValueError("truncated Ogg file: its last page is not whole")
+        raise ValueError("truncated Ogg file: its last page is incomplete")
     with _opened(io.BufferedReader(ReadStream(read, file_bytes))) as file:
         return _header(file)
 
@@ -77,7 +77,7 @@ def decode_clip(data: bytes, longest_ms: int) -> Floats:
     if len(samples) < frames:
         raise ValueError(f"truncated: {len(samples)} samples of {frames}")
     if not np.isfinite(samples).all():
-        raise ValueError("samples that are no finite numbers")
+        raise ValueError("samples that are not finite numbers")
     mono = samples.mean(axis=1)
     return mono if header.rate_hz == RATE_HZ else _resampled(mono, header.rate_hz)
 
@@ -95,15 +95,15 @@ def _ends(tail: bytes) -> bool:
 def _header(file: Any) -> ClipHeader:
     if file.format not in FORMATS:
         raise ValueError(
-            f"a sound file of another form: {file.format}; read are WAV, FLAC, Ogg and MP3"
+            f"a sound file in another format: {file.format}; supported are WAV, FLAC, Ogg and MP3"
         )
     if file.frames < 1:
         raise ValueError("a sound file without a sample")
     if file.channels > MOST_CHANNELS:
-        raise ValueError(f"{file.channels} channels, at most {MOST_CHANNELS} are read")
+        raise ValueError(f"{file.channels} channels, at most {MOST_CHANNELS} are supported")
     if not RATES_HZ[0] <= file.samplerate <= RATES_HZ[1]:
         raise ValueError(
-            f"{file.samplerate} samples per second, {RATES_HZ[0]} to {RATES_HZ[1]} are read"
+            f"{file.samplerate} samples per second, {RATES_HZ[0]} to {RATES_HZ[1]} are supported"
         )
     return ClipHeader(min(LONGEST_MS, -(-1000 * file.frames // file.samplerate)), file.samplerate)
 
@@ -117,7 +117,7 @@ def _opened(stream: Any) -> Iterator[Any]:
             yield file
     except soundfile.SoundFileError as error:
         reason = getattr(error, "error_string", str(error)).strip().rstrip(".")
-        raise ValueError(f"no whole sound file: {reason}") from None
+        raise ValueError(f"not a complete sound file: {reason}") from None
 
 
 @functools.cache

@@ -120,7 +120,7 @@ def _digest(content: str) -> str:
 
 def _mapped(path: Path, kind: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any]:
     if path.stat().st_size != (expected := int(np.prod(shape)) * kind.itemsize):
-        raise ValueError(f"{path} has not {expected} bytes")
+        raise ValueError(f"{path} does not have {expected} bytes")
     if not expected:
         return np.zeros(shape, kind)
     return np.memmap(path, kind, "r", shape=shape).view(np.ndarray)
@@ -159,5 +159,5 @@ def _take(lock: TextIO, what: str, progress: Progress) -> None:
             if not told and time.monotonic() - begun > SAY_AFTER_S:
                 lock.seek(0)
                 told = True
-                progress(f"wait for {what}, which {lock.read() or 'another process'} makes", 0, 0)
+                progress(f"waiting for {what} from {lock.read() or 'another process'}", 0, 0)
             time.sleep(LOOK_EVERY_S)

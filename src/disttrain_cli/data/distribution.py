@@ -57,7 +57,7 @@ SHORT_SIDE, ASPECT, UPRIGHT, CAPTION, WEIGHT, PLACE, PLACE_INSIDE, TEXT_SHARE, L
 
 class LogNormal(Strict):
     median: float = Field(gt=0)
-    sigma: float = Field(gt=0, description="Standard deviation of the logarithm.")
+    sigma: float = Field(gt=0, description="Standard deviation of the logarithm of the size.")
 
 
 class Distribution(Strict):
@@ -68,23 +68,24 @@ class Distribution(Strict):
     images_per_page: float = Field(
         gt=0,
         description=(
-            "Images come in geometric bunches of this mean; more = more skewed counts per sequence."
+            "Mean size of the geometric groups in which images come; larger values skew the counts"
+            " per sequence."
         ),
     )
     short_side_px: LogNormal
     aspect_sigma: float = Field(
-        gt=0, description="Longer ÷ shorter side = exp(|N(0, aspect_sigma)|)."
+        gt=0, description="Ratio of the longer to the shorter side: exp(|N(0, aspect_sigma)|)."
     )
-    most_aspect: float = Field(gt=1, description="Largest longer ÷ shorter side.")
+    most_aspect: float = Field(gt=1, description="Largest ratio of the longer to the shorter side.")
     caption_tokens: LogNormal
     text_sigma: float = Field(
-        gt=0, description="Skew of the shares of a document's text between its images."
+        gt=0, description="Skew of the distribution of a document's text between its images."
     )
     document_tokens: LogNormal | None = Field(
         None,
         description=(
-            "Tokens of a document, images included; longer ones are cut to a sequence. None: every"
-            " document fills one."
+            "Tokens per document, images included; longer documents are cut to a sequence. None:"
+            " every document fills a sequence."
         ),
     )
 
@@ -126,7 +127,7 @@ def read_distribution(name: str) -> Distribution:
         raise SpecError(
             f"There is no distribution {name!r} (data.distribution.name)",
             "there is " + listed(name, known),
-            "Use one of these, or give data.sources.",
+            "Use one of these, or set data.sources.",
         )
     path = Path(str(FOLDER / f"{name}.yaml"))
     return validate(Distribution, parse_yaml(path, "distribution", ""), path, "distribution")
@@ -383,8 +384,7 @@ def _too_much(spec: DistributionSpec, inputs: ModelInputs, probe: Items) -> Spec
         f"{parts} (captions included) take {_mean_tokens(spec, probe):,.0f} of data.sequence_length"
         f" = {inputs.sequence_length:,} tokens; the largest item takes"
         f" {(probe.tokens + probe.captions).max():,}",
-        "Lower how many there are per sequence or data.max_image_pixels, or raise"
-        " data.sequence_length.",
+        "Lower their number per sequence or data.max_image_pixels, or raise data.sequence_length.",
     )
 
 

@@ -40,7 +40,7 @@ def decode_patches(
     assert image.video is not None
     numbers = image.video.numbers(_film(stored_header(data)))
     if len(numbers) != parts * TEMPORAL:
-        raise ValueError(f"{len(numbers)} frames are seen, not {parts * TEMPORAL}")
+        raise ValueError(f"{len(numbers)} frames are sampled instead of {parts * TEMPORAL}")
     wanted = {part: numbers[part * TEMPORAL : (part + 1) * TEMPORAL] for part, _ in outs}
     height, width = outs[0][1].shape[1:] if outs else (0, 0)
     each = sorted({number for pair in wanted.values() for number in pair})

@@ -136,7 +136,7 @@ def _check_made_for(folder: Path, latents: Latents, now: dict[str, Any]) -> None
     ]
     if changed:
         raise MismatchError(
-            f"The latents {folder} were made for another run file, or other data",
+            f"The latents {folder} were computed for a different run file or different data",
             "\n".join(changed),
             PREPARE,
         )

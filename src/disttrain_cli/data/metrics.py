@@ -85,7 +85,7 @@ def _chosen(field: str, group: str, built_in: dict[str, T], names: Iterable[str]
     for name in names:
         if name not in known:
             raise SpecError(
-                f"{field}: none is called {name!r}",
+                f"{field}: there is none called {name!r}",
                 f"installed: {', '.join(known)}",
                 "Correct the name, or install the package that has it as an entry point of the"
                 f" group {group}.",

@@ -95,7 +95,7 @@ class ShardReader:
         for token_ids, ended in zip(ids, self._index.ended[segments].tolist(), strict=False):
             token_ids += [self._tokenizer.eos] * ended
         if [len(token_ids) for token_ids in ids] != self._index.tokens[segments].tolist():
-            raise self._changed(sample, "its text has other tokens")
+            raise self._changed(sample, "its text has different tokens")
         return ids
 
     def _with_around(self, sample: int, own: list[list[int]]) -> list[list[int]]:

@@ -205,6 +205,6 @@ def write_shard(path: Path, samples: list[Files]) -> None:
     elif path.is_dir() or path.read_bytes() != data:
         raise DataError(
             f"{path} exists and is not the sample data",
-            "It is left as it is.",
+            "It was not changed.",
             "Choose another folder, or move the file away first.",
         )

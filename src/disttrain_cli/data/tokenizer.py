@@ -19,7 +19,7 @@ from disttrain_cli.spec.runfile import Run
 #: In place of an id that the model does not use.
 NONE = -1
 CHOICES = (
-    "Give 'bytes', a local folder with tokenizer.json, or a name on Hugging Face (data.tokenizer)."
+    "Use 'bytes', a local folder with tokenizer.json, or a name on Hugging Face (data.tokenizer)."
 )
 
 
@@ -224,8 +224,8 @@ def doubtful_template(run: Run) -> list[str]:
     if chat is None or chat.end is not None:
         return []
     return [
-        f"The chat template of {run.file.data.tokenizer} ends answers with no special token: a"
-        " model trained on conversations does not learn where to stop."
+        f"The chat template of {run.file.data.tokenizer} does not end answers with a special token:"
+        " a model trained on conversations does not learn where to stop."
     ]
 
 
@@ -259,10 +259,10 @@ def _fetched(name: str, folder: Path) -> Path:
             f"There is no tokenizer {name!r} here, and it cannot be fetched from Hugging Face"
             " (data.tokenizer)",
             f"no folder {folder}; {why}",
-            f"{CHOICES} To fetch one where there is a network: hf download {name}",
+            f"{CHOICES} To download one on a machine with network access: hf download {name}",
         ) from None
     raise SpecError(
         f"The tokenizer {name!r} of Hugging Face has no tokenizer.json (data.tokenizer)",
-        "only fast tokenizers are read",
+        "only fast tokenizers are supported",
         CHOICES,
     )

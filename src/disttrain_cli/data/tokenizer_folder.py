@@ -134,7 +134,7 @@ def load(folder: Path, processor: bool) -> str:
         folder, local_files_only=True, trust_remote_code=False
     )
     if not isinstance(tokenizer, TokenizersBackend):
-        raise ValueError(f"{type(tokenizer).__name__} is no tokenizer of the library tokenizers")
+        raise ValueError(f"{type(tokenizer).__name__} is not a tokenizer of the library tokenizers")
     templates = [partial(_tokenizer_template, tokenizer), partial(_processor_template, folder)]
     given = (read() for read in templates[:: -1 if processor else 1])
     return json.dumps(

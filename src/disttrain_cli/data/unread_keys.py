@@ -22,8 +22,8 @@ def described(of_sources: list[dict[str, int]]) -> list[str]:
     """Return a line for each source that has such keys."""
     lines = []
     for number, counts in enumerate(of_sources):
-        of_source = f" of data.sources[{number}]" if len(of_sources) > 1 else ""
+        of_source = f" in data.sources[{number}]" if len(of_sources) > 1 else ""
         first, *others = [f"{name} in {count:,}" for name, count in counts.items()] or [""]
         if first:
-            lines.append(f"left unread{of_source}: {', '.join([f'{first} records', *others])}")
+            lines.append(f"ignored{of_source}: {', '.join([f'{first} records', *others])}")
     return lines

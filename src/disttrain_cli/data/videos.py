@@ -159,7 +159,7 @@ def _orientation(frame: Any) -> int:
     straight, crossed = math.hypot(a, d), math.hypot(b, c)
     if math.degrees(math.atan2(min(straight, crossed), max(straight, crossed))) > MOST_OFF:
         turn = math.degrees(math.atan2(b, a))
-        raise ValueError(f"a video turned by {turn:.0f} degrees; read are turns by quarters")
+        raise ValueError(f"a video rotated by {turn:.0f} degrees; supported are multiples of 90")
     if straight >= crossed:
         return {(0, 0): 1, (1, 0): 2, (1, 1): 3, (0, 1): 4}[a < 0, d < 0]
     return {(0, 0): 5, (0, 1): 6, (1, 1): 7, (1, 0): 8}[b < 0, c < 0]
@@ -263,13 +263,14 @@ def _header(container: Any) -> VideoHeader:
         raise ValueError(f"a video of {width}x{height} pixels")
     if width * height > MOST_PIXELS:
         raise ValueError(
-            f"oversized video: {width}x{height} pixels a frame, at most {MOST_PIXELS} are read"
+            f"oversized video: {width}x{height} pixels per frame, at most {MOST_PIXELS} are"
+            " supported"
         )
     if not 0 < rate <= MOST_FPS:
-        raise ValueError(f"{rate:g} frames per second, up to {MOST_FPS} are read")
+        raise ValueError(f"{rate:g} frames per second, up to {MOST_FPS} are supported")
     frames = _frames(container, stream)
     if not 1 <= frames <= MOST_FRAMES:
-        raise ValueError(f"a video of {frames} frames, 1 to {MOST_FRAMES} are read")
+        raise ValueError(f"a video of {frames} frames, 1 to {MOST_FRAMES} are supported")
     return VideoHeader(width, height, frames, rate)
 
 
@@ -293,7 +294,7 @@ def _video(container: Any) -> Any:
     if stream is None:
         raise ValueError("no video in the file, only sound, texts or a cover")
     if stream.codec_context is None:
-        raise ValueError("a video of a codec that is not known")
+        raise ValueError("a video with an unknown codec")
     return stream
 
 
@@ -337,7 +338,7 @@ def _opened(form: str, stream: Any) -> Iterator[Any]:
         with av.open(stream, format=form, io_open=_refuse, metadata_errors="replace") as container:
             yield container
     except av.FFmpegError as error:
-        raise ValueError(f"no whole video: {error.strerror or error}") from None
+        raise ValueError(f"not a complete video: {error.strerror or error}") from None
 
 
 def _refuse(url: str, flags: int, options: Any) -> Any:

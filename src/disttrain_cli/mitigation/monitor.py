@@ -88,8 +88,8 @@ class _Monitor:
                 delay_s = RESTART_S
             how = f"killed by {signal.Signals(-status).name}" if status < 0 else f"code {status}"
             self._note(
-                f"disttrain watch, which monitors this run, ended ({error or how}) and starts again"
-                f" in {delay_s:g} s. Its log: {short_path(self._log)}"
+                f"disttrain watch, which monitors this run, ended ({error or how}) and restarts in"
+                f" {delay_s:g} s. Its log: {short_path(self._log)}"
             )
             self._ended.wait(delay_s)
             delay_s = min(2 * delay_s, LONGEST_RESTART_S)

@@ -68,7 +68,7 @@ class MakeAnew:
 
     def take(self) -> tuple[str, Planned]:
         """Adopt the better plan as the run's; return the reason, and the plan."""
-        assert self._found is not None, "somebody asked whether it is ready"
+        assert self._found is not None, "ready() is True"
         (why, planned), self._found = self._found, None
         return why, self._keep(why, planned)
 
@@ -88,7 +88,7 @@ class MakeAnew:
             self._say(f"{named} is lost, but there is no plan without it: {error.what}.")
             return None
         self._found = None
-        why = f"{named} is lost for good"
+        why = f"{named} is lost permanently"
         return why, self._keep(why, planned)
 
     def _consider(self, row: dict[str, Any]) -> None:
@@ -102,20 +102,20 @@ class MakeAnew:
             step_s = self._step_s(row, planned)
         except DisttrainError as error:
             self._say(
-                f"{named} stays slow, but there is no plan without it: {error.what}. Training goes"
-                " on."
+                f"{named} remains slow, but there is no plan without it: {error.what}. Training"
+                " continues."
             )
             return
         gain = 1 - step_s / row["iteration_s"]
         told = (
-            f"{named} stays slow: without it, {planned.plan.plan.describe()} on"
-            f" {planned.plan.plan.gpus_used} devices would take {step_s:.3g} s for a step, not"
+            f"{named} remains slow: without it, a step of {planned.plan.plan.describe()} on"
+            f" {planned.plan.plan.gpus_used} devices would take {step_s:.3g} s instead of"
             f" {row['iteration_s']:.3g} s ({-100 * gain:+.0f} %)"
         )
         if gain < LEAST_GAIN:
-            self._say(f"{told}. Training goes on as it is.")
+            self._say(f"{told}. Training continues unchanged.")
             return
-        self._say(f"{told}. Saving after this step, to go on with that plan.")
+        self._say(f"{told}. Saving after this step to continue with that plan.")
         self._found = told, planned
 
     def _out(self, devices: list[int]) -> tuple[list[int], str]:

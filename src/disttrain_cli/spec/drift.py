@@ -11,14 +11,14 @@ class Drift(Struct, frozen=True, kw_only=True):
     """One mean that has deviated."""
 
     what: Annotated[str, Meta(description="Such as 'images read per sequence'.")]
-    planned: Annotated[float, Meta(description="Mean of the sizes that the profile keeps.")]
-    seen: Annotated[float, Meta(description="Mean of the last steps.")]
+    planned: Annotated[float, Meta(description="Mean of the sizes in the profile.")]
+    seen: Annotated[float, Meta(description="Mean over the last steps.")]
     change_pct: Annotated[
-        float | None, Meta(description="(seen − planned) ÷ planned; null where there were none.")
+        float | None, Meta(description="(seen − planned) ÷ planned; null if planned is 0.")
     ]
     z: Annotated[float, Meta(description="(seen − planned) ÷ its standard error.")]
     from_step: Annotated[
-        int | None, Meta(description="The step from which on it is so; null: from the first on.")
+        int | None, Meta(description="First step of the drift; null: from the first step on.")
     ] = None
 
     @property
@@ -26,8 +26,7 @@ class Drift(Struct, frozen=True, kw_only=True):
         """One sentence for the user."""
         change = "" if self.change_pct is None else f" ({self.change_pct:+.0f} %)"
         since = "" if self.from_step is None else f", from step {self.from_step} on"
-        made_for = f"{self.planned:.3g}" if self.planned else "none"
         return (
-            f"The data brings {self.seen:.3g} {self.what} where the plan was made for"
-            f" {made_for}{change}{since}"
+            f"The data have {self.seen:.3g} {self.what} instead of the planned"
+            f" {self.planned:.3g}{change}{since}"
         )

@@ -55,7 +55,7 @@ def _read_text(path: Path, what: str, next_step: str, most_mib: int) -> str:
             os.set_blocking(file.fileno(), True)
             data = file.read((most_mib << 20) + 1)
         if len(data) > most_mib << 20:
-            raise ValueError(f"larger than {most_mib} MiB, which no {what} is")
+            raise ValueError(f"larger than {most_mib} MiB, more than any {what}")
         return data.decode("utf-8-sig")
     except FileNotFoundError:
         raise SpecError(f"There is no {what} at {path}", next_step=next_step) from None

@@ -114,7 +114,7 @@ class Head(Strict):
         Raises:
             ValueError: items have no budget, or not this one.
         """
-        raise ValueError(f"{budget.stated}: {self.what} have no pixel budget of their own")
+        raise ValueError(f"{budget.stated}: {self.what} have no separate pixel budget")
 
     def tokens_of(self, sizes: Any, part: Any, parts: Any) -> Any:
         """Return LLM tokens [N] of items that are part `part` [N] of the `parts` [N] of a file.
@@ -177,24 +177,26 @@ class ImageInput(Head):
 
     item: Literal["image"] = "image"
     patch_px: int = Field(ge=1, description="Side of a patch in pixels.")
-    merge: int = Field(1, ge=1, description="Patches per side that one LLM token stands for.")
+    merge: int = Field(1, ge=1, description="Patches per side that form one LLM token.")
     channels: int = 3
     mean: tuple[float, ...] = Field(
-        (0.5, 0.5, 0.5), description="Of each channel: subtracted from pixel values scaled to 0..1."
+        (0.5, 0.5, 0.5),
+        description="Mean per channel, subtracted from pixel values scaled to 0..1.",
     )
     std: tuple[float, ...] = Field(
-        (0.5, 0.5, 0.5), description="Of each channel: what the rest is divided by."
+        (0.5, 0.5, 0.5),
+        description="Standard deviation per channel, by which the difference is divided.",
     )
     max_pixels: int = Field(description="Pixel budget of one image.")
     extra_tokens: int = Field(
-        1, ge=0, description="Rows the encoder adds to every image (a class token)."
+        1, ge=0, description="Number of rows that the encoder adds to every image (a class token)."
     )
     window: int = Field(
         1,
         ge=1,
         description=(
-            "Patches per side of the squares that most blocks' attention stays inside, whole merge "
-            "blocks; 1 = none: all attend the whole image."
+            "Patches per side of the attention windows of most blocks, in whole merge blocks; 1 ="
+            " none: all attend to the whole image."
         ),
     )
     processor: Annotated[
@@ -202,7 +204,7 @@ class ImageInput(Head):
         WithJsonSchema({"anyOf": [ImageProcessor.model_json_schema(), {"type": "null"}]}),
     ] = Field(
         None,
-        description="The published model's own rule of resizing, where it has one.",
+        description="Resizing rule of the published model, if it has one.",
     )
     video: Annotated[
         VideoProcessor | None,
@@ -210,8 +212,8 @@ class ImageInput(Head):
     ] = Field(
         None,
         description=(
-            "How videos are prepared, where they are read: an item is then two frames of a video,"
-            " or an image twice."
+            "Preparation of videos, if they are read: an item is then two frames of a video, or an"
+            " image twice."
         ),
     )
 
@@ -336,7 +338,7 @@ class ImageInput(Head):
     def budgeted(self, numbers: Numbers, budget: PixelBudget) -> Numbers:
         try:
             if len(numbers) > 2:
-                raise ValueError("a video has no pixel budget of its own")
+                raise ValueError("a video has no separate pixel budget")
             rule = self.processor or ImageProcessor(resize="budget", max_pixels=self.max_pixels)
             width, height = rule.budgeted(
                 (numbers[0], numbers[1]), budget, self.patch_px * self.merge, self.max_pixels
@@ -437,9 +439,11 @@ class AudioInput(Head):
     what: ClassVar[str] = "audio clips"
 
     item: Literal["audio"] = "audio"
-    mel_bins: int = Field(ge=1, description="Rows of the log-mel spectrogram.")
-    frames: int = Field(ge=2, description="Its columns: 10 ms of sound each.")
-    merge: int = Field(1, ge=1, description="Positions that one LLM token stands for.")
+    mel_bins: int = Field(ge=1, description="Number of rows of the log-mel spectrogram.")
+    frames: int = Field(
+        ge=2, description="Number of columns of the log-mel spectrogram, each 10 ms of sound."
+    )
+    merge: int = Field(1, ge=1, description="Number of positions that form one LLM token.")
 
     @property
     def longest_ms(self) -> int:
@@ -461,8 +465,8 @@ class AudioInput(Head):
         if width <= self.longest_ms:
             return None
         return (
-            f"a clip of {width / 1e3:.1f} s, longer than the {self.longest_ms / 1e3:g} s that the"
-            " model hears"
+            f"a clip of {width / 1e3:.1f} s, longer than the model's limit of"
+            f" {self.longest_ms / 1e3:g} s"
         )
 
     def size(self, area: Any) -> Any:
@@ -485,19 +489,20 @@ class TargetInput(Head):
     what: ClassVar[str] = "images to generate"
 
     item: Literal["target"] = "target"
-    size_px: int = Field(ge=8, description="Side of the square image.")
+    size_px: int = Field(ge=8, description="Side length of the square image.")
     channels: int = Field(
         3,
         description=(
-            "Of the image, or of its latents' mean and log-variance where they were prepared"
-            " beforehand."
+            "Channels of the image, or of the mean and log-variance of its prepared latents."
         ),
     )
-    context_tokens: int = Field(ge=1, description="LLM positions that condition one image.")
+    context_tokens: int = Field(
+        ge=1, description="Number of LLM positions that condition one image."
+    )
     latent_pixels: int = Field(ge=1, description="Height × width of the tensor that is denoised.")
     cached_latents: Literal[False, "fp32", "bf16"] = Field(
         False,
-        description="In which precision latents come in the place of the image's pixels; or false.",
+        description="Precision of prepared latents that replace the image's pixels; or false.",
     )
     buckets: Annotated[
         Buckets | None,
@@ -505,8 +510,8 @@ class TargetInput(Head):
     ] = Field(
         None,
         description=(
-            "Sizes of the images, where they are not all squares; a grid is then patches, and"
-            " size_px that of the images which are drawn."
+            "Sizes of the images if they are not all squares; grid is then in patches, and size_px"
+            " is the size of sampled images."
         ),
     )
 

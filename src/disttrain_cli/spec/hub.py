@@ -174,7 +174,7 @@ def _not_there(name: str, revision: str | None, field: str, error: Exception) ->
         RevisionNotFoundError,
     )
 
-    again = f"Correct {field}, or download it where there is a network: hf download {name}"
+    again = f"Correct {field}, or download it on a machine with network access: hf download {name}"
     why = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
     if isinstance(error, GatedRepoError):
         why = "it is gated: its owner grants access"
@@ -184,10 +184,11 @@ def _not_there(name: str, revision: str | None, field: str, error: Exception) ->
     elif isinstance(error, RevisionNotFoundError):
         why = f"there is no revision {revision}"
     elif not isinstance(error, (HfHubHTTPError, HFValidationError)):
-        why = f"it is not in the cache, and the network does not reach it ({why})"
+        why = f"it is not in the cache and cannot be downloaded ({why})"
     at = "" if revision is None else f"@{revision}"
     return SpecError(
-        f"{field}: there is no folder {name}{at}, and no such model can be had from Hugging Face",
+        f"{field}: there is no folder {name}{at}, and no such model can be downloaded from Hugging"
+        " Face",
         why,
         again,
     )

@@ -48,20 +48,22 @@ class ImageProcessor(Strict):
     min_pixels: int = Field(0, ge=0, description="budget: smaller images are enlarged to it.")
     max_pixels: int | None = Field(None, ge=1, description="budget: larger ones are reduced.")
     height_px: int | None = Field(
-        None, ge=1, description="stretch, crop: of the result; of a tile."
+        None, ge=1, description="stretch, crop: size of the result; tiles: of a tile."
     )
-    width_px: int | None = Field(None, ge=1, description="stretch, crop: of the result; of a tile.")
+    width_px: int | None = Field(
+        None, ge=1, description="stretch, crop: size of the result; tiles: of a tile."
+    )
     shortest_px: int | None = Field(
-        None, ge=1, description="crop: the shorter side before the middle is taken."
+        None, ge=1, description="crop: length of the shorter side before the centre crop."
     )
-    patch_px: int | None = Field(None, ge=1, description="budget: the patches that it cuts.")
+    patch_px: int | None = Field(None, ge=1, description="budget: side length of its patches.")
     merge: int | None = Field(None, ge=1, description="budget: patches per side of a block.")
     tokens: int | None = Field(
         None,
         ge=1,
-        description="tiles: placeholders that are written for a tile.",
+        description="tiles: number of placeholders per tile.",
     )
-    tiling: Tiling | None = Field(None, description="tiles: how they are cut.")
+    tiling: Tiling | None = Field(None, description="tiles: rule of tiling.")
 
     @model_validator(mode="after")
     def _numbers(self) -> ImageProcessor:
@@ -71,12 +73,12 @@ class ImageProcessor(Strict):
                 "height_px and width_px are the size of the result; a budget has max_pixels instead"
             )
         if (self.resize == "tiles") != (self.tiling is not None):
-            raise ValueError("tiles have a tiling, and nothing else has")
+            raise ValueError("tiles need a tiling, and nothing else has one")
         if self.resize == "crop" and (
             self.shortest_px is None
             or self.shortest_px < max(self.height_px or 0, self.width_px or 0)
         ):
-            raise ValueError("the shorter side must not be smaller than what is cut out of it")
+            raise ValueError("the shorter side must not be smaller than the crop")
         return self
 
     @property
@@ -160,7 +162,7 @@ class ImageProcessor(Strict):
             least = made[0] * made[1]
         else:
             if most is not None and most < block_px**2:
-                raise ValueError(f"a token of the image stands for {block_px**2} pixels")
+                raise ValueError(f"a token of the image covers {block_px**2} pixels")
             if most is not None and least is not None and least > most:
                 raise ValueError("`min_pixels` must not be more than `max_pixels`")
             most = min(most or max_pixels, max_pixels)

@@ -50,15 +50,15 @@ class ModelInputs(Strict):
     windows: list[int] = Field(
         default_factory=list,
         description=(
-            "Of each of the LLM's blocks, how many tokens of a sample one sees back, "
-            "itself among them; empty where all blocks see all of them."
+            "Attention window of each LLM block: number of previous tokens of a sample that a"
+            " token attends to, itself included; empty if all blocks attend to all tokens."
         ),
     )
     positions: Positions = Field(
         "1d",
         description=(
-            "Positions of the LLM's tokens: one number each, counted in their sample, or three"
-            " (time, row and column), as multimodal rotary embeddings take them."
+            "Number of position ids per LLM token: one, counted within its sample, or three (time,"
+            " row and column) for multimodal rotary embeddings."
         ),
     )
     heads: list[
@@ -70,9 +70,9 @@ class ModelInputs(Strict):
     ] = Field(
         default_factory=list,
         description=(
-            "Of every encoder and generator, in the model's order. Those of one item work on the"
-            " same ones: image encoders see every image, cut into the same patches; generators"
-            " learn to draw the same images, each at its size."
+            "Modality specs of all encoders and generators, in the model's order. Those with the"
+            " same item process the same items: image encoders see every image, cut into the same"
+            " patches; generators learn to generate the same images, each at its size."
         ),
     )
 

@@ -45,17 +45,19 @@ class JoinedTiles(Strict):
 
     rule: Literal["joined"] = "joined"
     resolutions: tuple[tuple[int, int], ...] = Field(
-        min_length=1, description="Heights and widths that an image may be cut at."
+        min_length=1, description="Heights and widths to which an image may be tiled."
     )
     background: tuple[int, ...] | None = Field(
         None,
         description=(
-            "Where given, only the one image of a sample is cut: several are filled up to squares"
-            " with it and resized (OneVision)."
+            "If set, only a sample's single image is tiled: several images are padded to squares"
+            " and resized (OneVision)."
         ),
     )
     most_tiles: int | None = Field(
-        None, ge=1, description="Of larger pictures features are interpolated."
+        None,
+        ge=1,
+        description="Maximum number of tiles; features of larger images are interpolated.",
     )
 
     def cut(self, image: Size, tile: Size, alone: bool) -> Cut:

@@ -28,13 +28,17 @@ class Origin(Strict):
     """Dependencies of latents, apart from the images."""
 
     configuration: str = Field(description="Fingerprint of the VAE's configuration.")
-    weights: str = Field(description="Fingerprint of its weights, or the seed they are drawn from.")
-    image_size: int = Field(description="Side of an image in pixels.")
-    shape: tuple[int, int, int] = Field(description="Of an image: 2 · channels, height, width.")
+    weights: str = Field(
+        description="Fingerprint of its weights, or the seed from which they are drawn."
+    )
+    image_size: int = Field(description="Side length of an image in pixels.")
+    shape: tuple[int, int, int] = Field(
+        description="Shape of the latents of an image: 2 · channels, height, width."
+    )
     precision: Literal["fp32", "bf16"]
     buckets: Buckets | None = Field(
         None,
-        description="Sizes of the images, where they differ; shape is the largest one's.",
+        description="Sizes of the images, if they differ; shape is then that of the largest.",
     )
 
     @property
@@ -47,7 +51,7 @@ class LatentFile(Strict):
     """Images of one shard."""
 
     name: str
-    images: int = Field(ge=0, description="0 = there is no file.")
+    images: int = Field(ge=0, description="Size of the file; 0 = there is no file.")
 
 
 class Latents(Strict):
@@ -56,4 +60,4 @@ class Latents(Strict):
     version: Literal[1] = 1
     data: str = Field(description="Fingerprint of the index.")
     origin: Origin
-    files: list[LatentFile] = Field(description="One for each shard, in the order of the index.")
+    files: list[LatentFile] = Field(description="Entry for each shard, in the order of the index.")

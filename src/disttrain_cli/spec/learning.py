@@ -14,18 +14,21 @@ Verdict = Literal["diverging", "not learning", "overfitting", "too early to say"
 class LossCourse:
     """One loss from the first to the last step that is judged."""
 
-    loss: Annotated[str, Meta(description="text, image, or the module of one of several.")]
+    loss: Annotated[
+        str, Meta(description="text, image, or the module, if there are several generators.")
+    ]
     verdict: Verdict
-    why: Annotated[str, Meta(description="The figures that led to it, for people.")]
+    why: Annotated[str, Meta(description="Summary of the figures behind the verdict.")]
     first: Annotated[float | None, Meta(description="Median of the first steps.")] = None
     last: Annotated[float | None, Meta(description="Median of the last steps.")] = None
     error: Annotated[
-        float | None, Meta(description="Standard error of the difference of both, by batch noise.")
+        float | None,
+        Meta(description="Standard error of the difference between the two, from batch noise."),
     ] = None
     to_beat: Annotated[
-        float | None, Meta(description="What a model reaches that has not learned the task.")
+        float | None, Meta(description="Loss of a model that has not learned the task.")
     ] = None
-    basis: Annotated[str, Meta(description="What such a model knows.")] = ""
+    basis: Annotated[str, Meta(description="Information that such a model uses.")] = ""
     held_out: Annotated[
         list[tuple[int, float]], Meta(description="(step, loss) of every evaluation.")
     ] = field(default_factory=list)
@@ -36,9 +39,12 @@ class Learning:
     """Verdict on the run: the worst verdict on any of its losses."""
 
     verdict: Verdict
-    steps: Annotated[int, Meta(description="Steps judged: of the last phase of the data.")] = 0
+    steps: Annotated[
+        int,
+        Meta(description="Number of steps in the verdict: those of the last phase of the data."),
+    ] = 0
     losses: list[LossCourse] = field(default_factory=list)
-    advice: Annotated[str, Meta(description="What to look at; empty where nothing is wrong.")] = ""
+    advice: Annotated[str, Meta(description="Settings to check; empty if nothing is wrong.")] = ""
 
     @property
     def bad(self) -> bool:

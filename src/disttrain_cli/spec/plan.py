@@ -37,48 +37,52 @@ class UnitPlan(Strict):
     cp: GpuCount = Field(
         1,
         description=(
-            "Ranks that share the tokens of a replica's sequences and the rows of its images, all"
-            " with the same weights; of a unit without generators."
+            "Context-parallel size: ranks that shard the tokens of a replica's sequences and the"
+            " rows of its images, all with the same weights; for units without generators."
         ),
     )
     cp_comm_type: CpCommType = Field(
         "a2a",
         description=(
-            "How a CP group attends: a2a exchanges rows for heads, all_gather gathers keys and"
-            " values for each rank's own queries, with tokens levelled by their work."
+            "Communication of attention in a CP group: a2a exchanges rows for heads, all_gather"
+            " gathers keys and values for each rank's queries, with tokens balanced by work."
         ),
     )
     dp: GpuCount = 1
     pp: GpuCount = 1
     gpus: GpuCount = Field(description="tp × cp × dp × pp.")
     layers_per_stage: list[int] = Field(
-        description="Layers of each stage; their sum is the layers of the modules."
+        description=(
+            "Number of layers of each stage; the sum is the number of layers of the modules."
+        )
     )
     checkpointing: bool = Field(
         False,
-        description="Activations are recomputed in the backward instead of kept from the forward.",
+        description=(
+            "Recompute activations in the backward instead of keeping them from the forward."
+        ),
     )
     weight_delay: list[Annotated[int, Field(strict=True)] | None] | None = Field(
         None,
         description=(
-            "By stage, how many slots after a slot's backward the gradients of its weights are"
-            " computed; null, of a stage or of all: in the backward."
+            "By stage, delay in slots of the weight gradients after the split backward; null, for"
+            " a stage or for all: no split."
         ),
     )
     tp_overlap: bool = Field(
         False,
         description=(
-            "What a TP group gathers and sums travels chunk by chunk behind the products that need"
-            " or make it."
+            "Communication of a TP group is overlapped chunk by chunk with the GEMMs that consume"
+            " or produce it."
         ),
     )
 
     module_tp: dict[str, Annotated[int, Field(strict=True)]] = Field(
         default_factory=dict,
         description=(
-            "TP of modules that the unit's TP does not divide, by name; 1: every rank of a TP group"
-            " holds such a module whole and computes other items of its replica, dealt out by"
-            " their size. Of encoders and generators in the LLM's unit, each on one stage."
+            "TP of modules that the unit's TP does not divide, by name; 1: every rank of a TP"
+            " group holds the complete module and computes other items of its replica, distributed"
+            " by size. For encoders and generators in the LLM's unit, each on one stage."
         ),
     )
 
@@ -112,8 +116,8 @@ class UnitPlan(Strict):
                 )
             if self.checkpointing:
                 raise ValueError(
-                    "weight_delay and checkpointing exclude each other: what is recomputed for the"
-                    " inputs' gradients would be kept for the weights'"
+                    "weight_delay and checkpointing exclude each other: recomputed activations"
+                    " would have to be kept for the deferred weight gradients"
                 )
         return self
 
@@ -126,15 +130,15 @@ class UnitPlan(Strict):
                 )
             if tp != 1:
                 raise ValueError(
-                    f"module_tp of {name} must be 1, the module whole on every rank; given: {tp}."
-                    " Without an entry the unit's tp divides it"
+                    f"module_tp of {name} must be 1, the complete module on every rank; given:"
+                    f" {tp}. Without an entry the unit's tp divides it"
                 )
         if self.module_tp and self.tp == 1:
             raise ValueError("module_tp needs a TP group: tp is 1, which divides no module")
         if self.module_tp and self.cp > 1:
             raise ValueError(
                 f"module_tp and cp exclude each other: cp {self.cp} divides the rows of every"
-                " image, module_tp deals out whole images"
+                " image, module_tp distributes whole images"
             )
 
     @property
@@ -210,33 +214,35 @@ class Layout(Strict):
     """Part of a plan that determines the placement of modules on ranks."""
 
     strategy: Strategy = "auto"
-    global_batch_size: SequenceCount = Field(description="Packed sequences per step.")
+    global_batch_size: SequenceCount = Field(description="Number of packed sequences per step.")
     microbatch_size: SequenceCount = Field(
-        description="Packed sequences per LLM replica and slot (M)."
+        description="Number of packed sequences per LLM replica and slot (M)."
     )
-    microbatches: SequenceCount = Field(description="Slots per step (n = BS / (DP_lm · M)).")
+    microbatches: SequenceCount = Field(
+        description="Number of slots per step (n = BS / (DP_lm · M))."
+    )
     zero_stage: Literal[0, 1] = Field(
-        1, description="1: optimizer states are split over the replicas of a unit."
+        1, description="1: optimizer states are sharded over the replicas of a unit."
     )
     overlap: bool = Field(
         False,
         description=(
-            "Gradients are reduced in buckets during the last pass of a step that makes any, and"
-            " updated weights gathered ahead of the next step's forwards."
+            "Reduce gradients in buckets during the last pass of a step that produces any, and"
+            " gather updated weights ahead of the next step's forwards."
         ),
     )
     gpus_used: GpuCount
     trained: list[str] | None = Field(
-        None, description="Modules trained, and 'projectors'; None = everything."
+        None, description="Trained modules, and 'projectors'; None = everything."
     )
     left_out: list[Annotated[int, Field(ge=0, lt=MOST_GPUS)]] = Field(
         default_factory=list,
         description=(
-            "Devices of the cluster that no rank takes: node × gpus_per_node + number in the node."
-            " The ranks take the others in order."
+            "Devices of the cluster without a rank: node × gpus_per_node + index in the node. The"
+            " ranks use the others in order."
         ),
     )
-    units: list[UnitPlan] = Field(min_length=1, description="In pipeline order.")
+    units: list[UnitPlan] = Field(min_length=1, description="Units in pipeline order.")
 
     @model_validator(mode="after")
     def _consistent(self) -> Layout:
@@ -305,16 +311,17 @@ class StageMemory(Strict):
     gradients_gib: float = 0.0
     optimizer_gib: float = 0.0
     activations_gib: float = Field(
-        0.0, description="Kept of the slots in flight, in the fullest moment."
+        0.0, description="Activations of the slots in flight at the peak."
     )
     transient_gib: float = Field(
-        0.0, description="What the layer that runs then holds beyond what it keeps."
+        0.0, description="Further memory of the layer that runs at the peak."
     )
-    messages_gib: float = Field(0.0, description="Sent rows that have not left yet.")
+    messages_gib: float = Field(0.0, description="Buffers of sends that have not completed.")
     fragmentation_gib: float = Field(
         0.0,
         description=(
-            "What the allocator cannot use, a share of the three before it; stated, not measured."
+            "Allocator fragmentation, a share of the three components before it; stated, not"
+            " measured."
         ),
     )
     reserve_gib: float = Field(
@@ -340,10 +347,10 @@ class StageTime(Strict):
     unit: str
     stage: int
     forward_ms: float
-    backward_ms: float = Field(description="Without the weights' part, where it has two parts.")
+    backward_ms: float = Field(description="Without weight gradients if the backward is split.")
     weights_ms: float = 0.0
     mfu: float = Field(
-        description="FLOPs of the stage over its devices' peak for the whole iteration."
+        description="FLOPs of the stage ÷ peak of its devices over the whole iteration."
     )
 
 
@@ -352,20 +359,22 @@ class UnitTime(Strict):
 
     unit: str
     forward_ms: float
-    backward_ms: float = Field(description="Without the weights' part, where it has two parts.")
+    backward_ms: float = Field(description="Without weight gradients if the backward is split.")
     weights_ms: float = 0.0
     stage_ms: float = Field(
-        description="Slowest stage, forward + backward (both parts): what one more slot costs."
+        description=(
+            "Forward and complete backward of the slowest stage: the cost of one additional slot."
+        )
     )
     sharing: float = Field(
         1.0,
         description=(
-            "Time expected in the run over these times: 1 on devices of their own; "
-            "below 1 where ranks share cores and do not all compute at once."
+            "Expected time in the run ÷ these times: 1 on separate devices; below 1 if ranks share"
+            " cores and do not all compute at once."
         ),
     )
     mfu: float = Field(
-        0.0, description="FLOPs of the unit over its devices' peak for the whole iteration."
+        0.0, description="FLOPs of the unit ÷ peak of its devices over the whole iteration."
     )
 
 
@@ -381,17 +390,17 @@ class Traffic(Strict):
         "context_parallel",
     ] = Field(
         description=(
-            "Activations and their gradients between units or stages; reduction of gradients"
-            " and gathering of updated weights over replicas; reductions of a TP group; exchanges"
+            "Kind: activations and their gradients between units or stages; gradient reduction and"
+            " gathering of updated weights over replicas; reductions of a TP group; communication"
             " of a CP group."
         )
     )
     unit: str
-    to: str | None = Field(None, description="The other unit, of traffic between units.")
-    inside_a_node: bool = Field(description="Over the links inside a node, or those between nodes.")
-    job_gib: float = Field(description="Bytes that all ranks together send or reduce.")
+    to: str | None = Field(None, description="Other unit, for traffic between units.")
+    inside_a_node: bool = Field(description="Links used: inside a node or between nodes.")
+    job_gib: float = Field(description="Total bytes that all ranks send or reduce.")
     rank_gib: float = Field(description="Bytes over the link of the busiest rank.")
-    rank_s: float = Field(description="Time of those at the link's bandwidth.")
+    rank_s: float = Field(description="Time of these bytes at the bandwidth of the link.")
 
 
 class PreprocessNeed(Strict):
@@ -399,10 +408,12 @@ class PreprocessNeed(Strict):
 
     sequences_per_s: float
     images_per_s: float = Field(
-        description="Images read and images to generate, those that are decoded."
+        description="Number of decoded images, input images and images to generate."
     )
     cores: int
-    hosts: int = Field(description="Of cluster.cpu_node_cores cores.")
+    hosts: int = Field(
+        description="Number of preprocessing nodes with cluster.cpu_node_cores cores."
+    )
 
 
 class Prediction(Strict):
@@ -411,52 +422,50 @@ class Prediction(Strict):
     The batches have the data's sizes.
     """
 
-    layout: str | None = Field(
-        None, description="Fingerprint of the layout that this is the prediction of."
-    )
+    layout: str | None = Field(None, description="Fingerprint of the predicted layout.")
     ordering: Literal["none", "paper", "best"] | None = Field(
         None, description="Policy that ordered the simulated steps."
     )
     iteration_s: float = Field(
         gt=0,
-        description="At the profile's own costs, by which layouts are ranked and compared.",
+        description=(
+            "Step time at the costs of the profile, by which layouts are ranked and compared."
+        ),
     )
     expected_s: float | None = Field(
         None,
         description=(
-            "The same step simulated at the expected costs: with what profiles leave out"
-            " (`doubts`); None where it was not simulated."
+            "The same step simulated at the expected costs, which include what profiles leave out"
+            " (`doubts`); None if not simulated."
         ),
     )
     range_s: tuple[float, float] | None = Field(
         None,
         description=(
-            "From the profile's own costs, less the error of fits that were measured, to the"
+            "Range from the costs of the profile, minus the measured error of the fits, to the"
             " pessimistic costs."
         ),
     )
     doubts: dict[str, Basis] = Field(
         default_factory=dict,
         description=(
-            "What expected and pessimistic costs have beyond the profile's, and on what ground"
+            "Items that expected and pessimistic costs add to the profile, with their basis"
             " (`templates/doubts.yaml`)."
         ),
     )
-    sequences_per_s: float = Field(gt=0, description="Of `iteration_s`.")
+    sequences_per_s: float = Field(gt=0, description="Throughput for `iteration_s`.")
     mfu: float = Field(
         description=(
-            "Of `iteration_s`, over all devices given, those included that the plan leaves idle."
-            " Model FLOPs as PaLM and torchtitan count them: forward and backward, causal attention"
-            " in full, nothing for recomputing."
+            "MFU for `iteration_s` over all devices, including those that the plan leaves idle."
+            " Model FLOPs as counted by PaLM and torchtitan: forward and backward, full causal"
+            " attention, nothing for recomputation."
         )
     )
     mfu_causal: float | None = Field(
         None,
-        description=(
-            "The same with half of the LLM's attention, which is what causal kernels compute."
-        ),
+        description=("The same with half of the LLM's attention, as causal kernels compute it."),
     )
-    mfu_used: float | None = Field(None, description="Over the devices that the plan uses.")
+    mfu_used: float | None = Field(None, description="MFU over the devices that the plan uses.")
     warmup_s: float
     steady_s: float
     bubble_fraction: float
@@ -464,33 +473,34 @@ class Prediction(Strict):
     units: list[UnitTime] = Field(default_factory=list)
     stages: list[StageTime] = Field(default_factory=list)
     reduce_s: float = Field(
-        0.0, description="Longest reduction of gradients of a stage, all at once."
+        0.0, description="Longest gradient reduction of a stage, without overlap."
     )
     optimizer_s: float = Field(
-        0.0, description="Longest optimizer step with gathering of updated weights, all at once."
+        0.0,
+        description="Longest optimizer step with gathering of updated weights, without overlap.",
     )
     exposed_reduce_s: float | None = Field(
-        None, description="Of the reductions, the longest part after a stage's last pass."
+        None, description="Exposed reduction: the longest part after a stage's last pass."
     )
     exposed_optimizer_s: float | None = Field(
         None,
-        description="Of optimizer steps and gathering, the longest part before a first forward.",
+        description=(
+            "Exposed optimizer step and gathering: the longest part before a first forward."
+        ),
     )
     kernel_mfu: dict[str, float] = Field(
         default_factory=dict,
         description=(
-            "By module: MFU while a rank computes it, as it runs in this plan (with TP "
-            "messages and recomputing)."
+            "MFU by module while a rank computes it, as executed in this plan (with TP messages"
+            " and recomputation)."
         ),
     )
     orchestration_efficiency: float = Field(
         0.0,
-        description=(
-            "MFU over what it would be if no device ever waited: ΣFLOPs / Σ(FLOPs / kernel MFU)."
-        ),
+        description=("MFU ÷ MFU if no device ever waited: ΣFLOPs / Σ(FLOPs / kernel MFU)."),
     )
     memory_binds: str | None = Field(
-        None, description="Unit and stage whose memory is fullest, as 'unit stage 0'."
+        None, description="Unit and stage with the highest memory use, as 'unit stage 0'."
     )
     traffic: list[Traffic] = Field(default_factory=list)
     preprocess: PreprocessNeed | None = None
@@ -501,15 +511,12 @@ class Baseline(Strict):
 
     iteration_s: float = Field(gt=0)
     sequences_per_s: float = Field(gt=0)
-    mfu: float = Field(description="Over all devices given, as the plan's.")
+    mfu: float = Field(description="MFU over all devices, as for the plan.")
     gpus_used: int
     layout: str
     plan: Layout | None = Field(
         None,
-        description=(
-            "The layout itself, in the form of the plan's own; None of fsdp, which is no layout of"
-            " units."
-        ),
+        description=("The layout in the format of the plan; None for fsdp, which has no units."),
     )
 
 
@@ -521,20 +528,18 @@ class Alternative(Strict):
     gpus_used: int
     slower_pct: float = Field(
         description=(
-            "Simulated time over the plan's; below 0 where a strategy's own rule "
-            "chose, or the cores that ranks share."
+            "Excess of the simulated time over the plan's; below 0 if a strategy's rule made the"
+            " choice, or the cores that ranks share."
         )
     )
-    plan: Layout | None = Field(
-        None, description="The layout itself, in the form of the plan's own."
-    )
+    plan: Layout | None = Field(None, description="The layout in the format of the plan.")
 
 
 class Search(Strict):
     solve_s: float
     candidates: int
     exact: bool
-    simulated: int = Field(1, description="Finalists of the search that the simulator ranked.")
+    simulated: int = Field(1, description="Number of finalists that the simulator ranked.")
 
 
 class Plan(Strict):
@@ -548,8 +553,8 @@ class Plan(Strict):
     baselines: dict[str, Baseline | None] = Field(
         default_factory=dict,
         description=(
-            "By strategy and, on GPUs, of sharded data parallelism (fsdp). None"
-            " where no such layout fits."
+            "Baselines by strategy and, on GPUs, of sharded data parallelism (fsdp). None if no"
+            " such layout fits."
         ),
     )
     alternatives: list[Alternative] = Field(default_factory=list)
@@ -558,7 +563,7 @@ class Plan(Strict):
 
 def read_plan(path: Path) -> Plan:
     """Read and check a plan; raise SpecError."""
-    value: Any = parse_yaml(path, "plan", f"Make one with: {call('plan')}")
+    value: Any = parse_yaml(path, "plan", f"Create one with: {call('plan')}")
     return validate(Plan, value, path, "plan", f"Correct it, or plan again: {call('plan')}")
 
 
@@ -568,7 +573,7 @@ def write_plan(path: Path, plan: Plan) -> Path:
     A replaced file is kept as `plan.yaml.before`.
     """
     header = (
-        "# Made by `disttrain plan`. Edit `plan:` by hand if you like; `disttrain train` checks"
+        "# Written by `disttrain plan`. Edit `plan:` manually if needed; `disttrain train` checks"
         " it.\n"
     )
     body = yaml.safe_dump(

@@ -40,7 +40,7 @@ def read_prices(run: Run, device: str) -> dict[str, float]:
             raise SpecError(
                 f"cluster.price_per_gpu_hour has two prices of {name}",
                 f"{prices[device]:g} and {price:g}",
-                "Leave one of them out.",
+                "Remove one of them.",
             )
         prices[device] = price
     return prices

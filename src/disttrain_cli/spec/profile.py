@@ -60,109 +60,115 @@ class LayerShard(Strict):
     Without work all costs are 0.
     """
 
-    parameters: int = Field(description="Parameters that one rank of the TP group holds.")
+    parameters: int = Field(description="Number of parameters on one rank of the TP group.")
     trained_parameters: int | None = Field(
         None,
         description=(
-            "Those of them that are trained where the layer is: its adapters'; None: all, as the"
-            " module has no lora."
+            "Number of these that are trained if the layer is, namely its adapters; None: all, as"
+            " the module has no lora."
         ),
     )
     forward_ms: Polynomial
-    backward_ms: Polynomial = Field(description="Gradients of weights and inputs.")
+    backward_ms: Polynomial = Field(
+        description="Backward pass with gradients of weights and inputs."
+    )
     backward_input_ms: Polynomial = Field(
-        description="Gradients of inputs only: the weights are frozen."
+        description="Backward pass with gradients of inputs only, for frozen weights."
     )
     weight_ms: Polynomial = Field(
         default_factory=Polynomial,
         description=(
-            "Of `backward_ms`, the gradients of linear and convolution weights, which may be"
-            " computed later (`weight_delay` of a plan)."
+            "Part of `backward_ms` for gradients of linear and convolution weights, which may be"
+            " deferred (`weight_delay` of a plan)."
         ),
     )
-    activation_bytes: Polynomial = Field(description="Bytes kept from forward to backward.")
+    activation_bytes: Polynomial = Field(
+        description="Activation bytes kept from forward to backward."
+    )
     frozen_activation_bytes: Polynomial = Field(
-        description="The same where the weights are frozen."
+        description="Activation bytes kept if the weights are frozen."
     )
     input_bytes: Polynomial = Field(
-        description="Bytes of its input: all it keeps under activation checkpointing."
+        description=(
+            "Bytes of the layer's input, the only activations kept under activation checkpointing."
+        )
     )
     batch_bytes: Polynomial = Field(
         default_factory=Polynomial,
         description=(
-            "Bytes that it reads of a slot's inputs (pixels, sound, token ids), "
-            "which stay where activations are recomputed; else they are among the bytes kept."
+            "Bytes of a slot's inputs that the layer reads (pixels, sound, token ids), which stay"
+            " allocated under recomputation; otherwise they are part of the activation bytes."
         ),
     )
     transient_bytes: Polynomial = Field(
         default_factory=Polynomial,
-        description="The most bytes that a pass holds beyond those at a time.",
+        description="Peak of further bytes that a pass holds at a time.",
     )
     still_bytes: Polynomial | None = Field(
         None,
         description=(
-            "The most bytes that a forward without a backward holds at a time: that of a frozen"
-            " layer with no trained one before it. None, in older profiles: `transient_bytes`."
+            "Peak bytes of a forward without a backward, as for a frozen layer with no trained"
+            " layer before it. None, in older profiles: `transient_bytes`."
         ),
     )
     deferred_bytes: Polynomial = Field(
         default_factory=Polynomial,
-        description="Bytes kept for those from the backward on, where they are computed later.",
+        description="Bytes kept from the backward on for deferred weight gradients.",
     )
     split_transient_bytes: Polynomial = Field(
         default_factory=Polynomial,
         description=(
-            "The most bytes held beyond those kept from the forward, from there to the gradients of"
-            " weights, where they are computed later."
+            "Peak of further bytes held between the split backward and the deferred weight"
+            " gradients."
         ),
     )
     recomputing_bytes: Polynomial = Field(
         default_factory=Polynomial,
         description=(
-            "What it holds beyond that where activations are recomputed: a TP "
-            "group's gathered rows, which are dropped else."
+            "Additional bytes under recomputation: a TP group's gathered rows, which are otherwise"
+            " dropped."
         ),
     )
     recomputing_ms: Polynomial = Field(
         default_factory=Polynomial,
         description=(
-            "What a backward takes that runs the forward again, beyond the two: "
-            "below zero, as a TP group gathers no rows twice then."
+            "Additional time of a backward with recomputation, beyond forward and backward: below"
+            " zero, as a TP group then does not gather rows twice."
         ),
     )
     sent_bytes: dict[Pass, Polynomial] = Field(
         default_factory=dict,
         description=(
-            "Bytes that the TP group's messages move over the link of one rank, by pass; "
-            "'recomputing' is a backward that runs the forward again, 'recomputing_overlapped' one"
-            " whose messages travel behind products, which gathers rows twice."
+            "Bytes of the TP group's messages over the link of one rank, by pass; 'recomputing' is"
+            " a backward with recomputation, 'recomputing_overlapped' the same with messages"
+            " overlapped with GEMMs, which gathers rows twice."
         ),
     )
     hidden_ms: dict[HidingPass, Polynomial] = Field(
         default_factory=dict,
         description=(
-            "What a pass takes less where the TP group's messages travel behind products"
-            " (`tp_overlap` of a plan): messages hidden, less what products in chunks take longer;"
-            " 'recomputing' is a backward that runs the forward again, 'split' one whose weights'"
-            " part is later."
+            "Time saved in a pass if the TP group's messages are overlapped with GEMMs"
+            " (`tp_overlap` of a plan): hidden messages minus the cost of chunked GEMMs;"
+            " 'recomputing' is a backward with recomputation, 'split' one with deferred weight"
+            " gradients."
         ),
     )
     overlapping_bytes: Polynomial = Field(
         default_factory=Polynomial,
-        description="The most bytes that it holds beyond those where messages travel so.",
+        description="Peak of further bytes held with overlapped messages.",
     )
     symmetric_bytes: Polynomial = Field(
         default_factory=Polynomial,
         description=(
-            "Symmetric memory that its TP group needs where messages travel so on CUDA; the group"
-            " has as much as the layer with the most, all the time."
+            "Symmetric memory that the TP group needs for overlapped messages on CUDA; the group"
+            " permanently allocates as much as its largest layer needs."
         ),
     )
     fit_error_pct: float = Field(
-        description="Mean absolute error on held-out sizes, forward plus backward."
+        description="Mean absolute error of forward plus backward on held-out sizes."
     )
     frozen_fit_error_pct: float = Field(
-        0.0, description="The same of the gradients of inputs only."
+        0.0, description="The same error with gradients of inputs only."
     )
 
     @property
@@ -182,41 +188,43 @@ class Heads(NamedTuple):
 class LayerCost(Strict):
     """Costs of one kind of layer of a module."""
 
-    parameters: int = Field(description="Of the whole layer.")
-    tp: dict[str, LayerShard] = Field(description="By TP size.")
-    forward_flops: Polynomial = Field(description="Of the whole layer, counted from the operators.")
+    parameters: int = Field(description="Number of parameters of the whole layer.")
+    tp: dict[str, LayerShard] = Field(description="Shards by TP size.")
+    forward_flops: Polynomial = Field(
+        description="FLOPs of the whole layer, counted from its operators."
+    )
     backward_flops: Polynomial
-    backward_input_flops: Polynomial = Field(description="Gradients of inputs only.")
+    backward_input_flops: Polynomial = Field(
+        description="FLOPs of the backward with gradients of inputs only."
+    )
     weight_flops: Polynomial = Field(
         default_factory=Polynomial,
-        description="Of `backward_flops`, what may be computed later.",
+        description="Part of `backward_flops` that may be deferred.",
     )
     heads: Heads | None = Field(
         None,
         description=(
-            "Of an attention whose rows ranks may share (CP): heads of queries, of keys and values,"
-            " and their width."
+            "For an attention whose rows may be sharded over ranks (CP): number of query heads, of"
+            " key and value heads, and their width."
         ),
     )
     fused_heads: bool = Field(
         False,
         description=(
-            "Queries, keys and values are views of one tensor: a rank alone keeps all of it for the"
-            " values, ranks that share rows the values."
+            "Queries, keys and values are views of one tensor: without CP a rank keeps all of it"
+            " for the values, with CP only the values."
         ),
     )
     frozen_projection: bool = Field(
         False,
         description=(
-            "The projection behind that attention is never trained and has no adapter: what it"
-            " reads is not kept."
+            "The projection after that attention is never trained and has no adapter: its input is"
+            " not kept."
         ),
     )
     gathered_bytes: Polynomial = Field(
         default_factory=Polynomial,
-        description=(
-            "Bytes of rows of encoders that ranks which share the LLM's tokens (CP) gather for it."
-        ),
+        description=("Bytes of encoder rows that the ranks of a CP group gather for the layer."),
     )
 
 
@@ -238,27 +246,28 @@ class ModuleProfile(Strict):
     )
     costs: dict[str, LayerCost]
     tp: dict[str, ModuleTime]
-    work_per_sequence: Work = Field(
-        description="Mean work that one packed sequence brings to the module."
+    work_per_sequence: Work = Field(description="Mean work of the module per packed sequence.")
+    max_work_per_sequence: Work = Field(
+        description="Largest work of the module in one packed sequence."
     )
-    max_work_per_sequence: Work = Field(description="Largest work seen in one packed sequence.")
     cut_bytes_per_sequence: list[float] = Field(
         description=(
-            "Bytes that one packed sequence sends over the cut after each layer; 0 after the"
-            " model's last."
+            "Bytes per packed sequence sent over the cut after each layer; 0 after the model's"
+            " last."
         )
     )
     projector: list[int] = Field(
-        default_factory=list, description="Places of layers that join the module to the LLM."
+        default_factory=list, description="Indices of layers that connect the module to the LLM."
     )
     frozen: list[int] = Field(
         default_factory=list,
-        description="Places of layers that are never trained (a generator's VAE).",
+        description="Indices of layers that are never trained (a generator's VAE).",
     )
     side: list[int] = Field(
         default_factory=list,
         description=(
-            "Places of layers that no later layer of the module reads (DeepStack's mergers)."
+            "Indices of layers whose output no later layer of the module reads (DeepStack's"
+            " mergers)."
         ),
     )
 
@@ -266,8 +275,8 @@ class ModuleProfile(Strict):
         default_factory=list,
         max_length=2,
         description=(
-            "Places of a layer all of whose parameters another one shares, and of that one (an"
-            " LLM's embedding and head); empty where none are shared."
+            "Indices of a layer whose parameters are all shared, and of its tied-embedding peer"
+            " (an LLM's embedding and head); empty if none are shared."
         ),
     )
 
@@ -294,53 +303,58 @@ class DeviceProfile(Strict):
 
     name: str
     kind: Literal["cpu", "cuda", "analytic"]
-    count: int = Field(ge=1, description="Devices (on a CPU: processes) of the cluster.")
+    count: int = Field(ge=1, description="Number of devices (on a CPU: processes) of the cluster.")
     memory_gib: float = Field(
-        gt=0, description="Memory of one device; on a CPU its share of the machine's."
+        gt=0, description="Memory of one device; on a CPU, its share of the machine's memory."
     )
     context_gib: float = Field(
-        0.0, ge=0, description="Of that, the context and libraries; stated, not measured."
+        0.0, ge=0, description="Part of it for the context and libraries; stated, not measured."
     )
     workspace_mib: float = Field(
-        0.0, ge=0, description="Of that, cuBLAS's workspaces; stated, not measured."
+        0.0, ge=0, description="Part of it for cuBLAS workspaces; stated, not measured."
     )
     communicator_mib: float = Field(
         0.0,
         ge=0,
-        description="Of that, each NCCL communicator without connections; stated, not measured.",
+        description=(
+            "Part of it for each NCCL communicator without connections; stated, not measured."
+        ),
     )
     channel_sent_mib: float = Field(
-        0.0, ge=0, description="Of that, each NCCL channel to a rank of the same node."
+        0.0, ge=0, description="Part of it for each NCCL channel to a rank of the same node."
     )
     channel_received_mib: float = Field(
-        0.0, ge=0, description="Of that, each NCCL channel from a rank of the same node."
+        0.0, ge=0, description="Part of it for each NCCL channel from a rank of the same node."
     )
     fragmentation: float = Field(
         0.0,
         ge=0,
-        description=(
-            "Share of the activations that the allocator needs beside them; stated, not measured."
-        ),
+        description=("Allocator overhead as a share of the activations; stated, not measured."),
     )
     peak_tflops: float = Field(
-        gt=0, description="Dense peak of one device; on a CPU the whole machine's best GEMM rate."
+        gt=0,
+        description="Dense peak of one device; on a CPU, the best GEMM rate of the whole machine.",
     )
     shared_by: int = Field(
-        1, ge=1, description="Processes that shared the device while it was measured."
+        1, ge=1, description="Number of processes that shared the device during the measurement."
     )
-    cores: int = Field(1, ge=1, description="CPU: cores of the machine, shared by all processes.")
+    cores: int = Field(
+        1, ge=1, description="CPU: number of cores of the machine, shared by all processes."
+    )
     flash_attention: Literal[2, 4] = Field(
-        2, description="Version of flash attention that times are of, and that ranks use."
+        2, description="Version of flash attention that was measured, and that ranks use."
     )
     optimizer_ns_per_parameter: float = Field(
-        0.0, ge=0, description="Time of an optimizer step per parameter whose states a rank holds."
+        0.0,
+        ge=0,
+        description="Time of an optimizer step per parameter whose states are on the rank.",
     )
     sm_mhz: float | None = Field(
-        None, gt=0, description="GPU: SM clock while layers were measured, median."
+        None, gt=0, description="GPU: median SM clock while layers were measured."
     )
-    power_w: float | None = Field(None, ge=0, description="GPU: power at that time, median.")
+    power_w: float | None = Field(None, ge=0, description="GPU: median power at that time.")
     throttle: list[str] = Field(
-        default_factory=list, description="GPU: what held the clock down at that time."
+        default_factory=list, description="GPU: reasons that limited the clock at that time."
     )
 
 
@@ -364,8 +378,8 @@ class LinkTimes(Strict):
         0.0,
         ge=0,
         description=(
-            "Latency of every step of a ring beyond those: N-1 steps, twice as many of an"
-            " all-reduce. 0 in a profile; expected costs have it."
+            "Additional latency of every step of a ring: N-1 steps, twice as many for an"
+            " all-reduce. 0 in a profile; set in expected costs."
         ),
     )
 
@@ -374,14 +388,14 @@ class LinkProfile(LinkTimes):
     """Links inside a node, and between nodes."""
 
     gpus_per_node: int | None = Field(
-        None, ge=1, description="Ranks of a node where there are several nodes."
+        None, ge=1, description="Number of ranks per node if there are several nodes."
     )
 
     inter_node: LinkTimes | None = Field(
         None,
         description=(
-            "Between nodes: what one rank has while all ranks of its node send; None where there is"
-            " one node only."
+            "Between nodes: times of one rank while all ranks of its node send; None for a single"
+            " node."
         ),
     )
 
@@ -410,17 +424,18 @@ class SizeSample(Strict):
 
     tokens: list[int] = Field(description="Unpadded tokens of each sequence.")
     length_sq: list[int] = Field(description="Σ length² over the samples of each sequence.")
-    images: list[list[int]] = Field(description="Patches of each image read, by sequence.")
-    targets: list[int] = Field(description="Images to generate, by sequence.")
+    images: list[list[int]] = Field(description="Patches of each input image, by sequence.")
+    targets: list[int] = Field(description="Number of images to generate, by sequence.")
     target_areas: list[list[int]] = Field(
         default_factory=list,
-        description="Patches of each of them, by sequence; empty where all have one size.",
+        description="Patches of each of these, by sequence; empty if all have one size.",
     )
     clips: list[int] = Field(
-        default_factory=list, description="Audio clips, by sequence; empty where there are none."
+        default_factory=list,
+        description="Number of audio clips, by sequence; empty if there are none.",
     )
     others: dict[str, list[list[int]]] = Field(
-        default_factory=dict, description="By further modality, areas of each item, by sequence."
+        default_factory=dict, description="Areas of each item, by further modality and sequence."
     )
 
     def areas(self, item: Item) -> list[list[int]]:
@@ -458,15 +473,16 @@ class SizeSample(Strict):
 class PhaseProfile(Strict):
     """Steps in which the sources have the same weights."""
 
-    step: int = Field(ge=0, description="The first of them.")
+    step: int = Field(ge=0, description="First of these steps.")
     weights: list[float] = Field(
-        description="How often an epoch draws the samples of each source; of sources behind the"
-        " last, never."
+        description="Sampling rate of each source per epoch; 0 for sources after the last entry."
     )
     sample: SizeSample | None = Field(
         None,
-        description="Sizes of some of its sequences; none where `DataProfile.sample` has them, or"
-        " it was over when the data were profiled.",
+        description=(
+            "Sizes of some of its sequences; none if they are in `DataProfile.sample`, or if the"
+            " phase was over when the data were profiled."
+        ),
     )
 
 
@@ -475,89 +491,93 @@ class LossToBeat(Strict):
 
     loss: Literal["text", "image"]
     value: float
-    basis: str = Field(description="What such a model knows.")
+    basis: str = Field(description="Information that such a model uses.")
 
 
 class DataProfile(Strict):
     """Statistics of the dataset."""
 
     samples: int
-    sequences: int = Field(description="Packed sequences of one epoch.")
+    sequences: int = Field(description="Number of packed sequences per epoch.")
     fingerprint: str
     text_tokens: int
-    label_tokens: int = Field(0, description="Those of them that are trained, and ends of samples.")
+    label_tokens: int = Field(0, description="Number of trained tokens, and ends of samples.")
     image_tokens: int
     images: int
     scaled_down: int | None = Field(
         None,
         description=(
-            "Images read that have more pixels than data.max_image_pixels; null where sizes were"
-            " drawn."
+            "Number of input images with more pixels than data.max_image_pixels; null if sizes"
+            " were drawn."
         ),
     )
     videos: int = Field(
         0,
-        description="Videos; every two frames that are seen of one are one of the images.",
+        description=(
+            "Number of videos; every two sampled frames of a video count as one of the images."
+        ),
     )
-    targets: int = Field(description="Images to generate.")
-    clips: int = Field(0, description="Audio clips.")
+    targets: int = Field(description="Number of images to generate.")
+    clips: int = Field(0, description="Number of audio clips.")
     others: dict[str, int] = Field(default_factory=dict, description="Items of further modalities.")
-    fill_fraction: float = Field(description="Tokens that are not padding, of all.")
+    fill_fraction: float = Field(description="Share of tokens that are not padding.")
     images_per_sequence: Distribution
     duplicates: int = Field(
         0,
-        description="Samples that are not used because an earlier one says the same.",
+        description="Number of samples that are not used because they duplicate an earlier one.",
     )
     skipped: int = Field(
         0,
         description=(
-            "Samples that could not be read, those of damaged, cut, empty and missing shards"
-            " included, whose number is an estimate."
+            "Number of samples that could not be read, including an estimate for damaged,"
+            " truncated, empty and missing shards."
         ),
     )
     skipped_first: list[str] = Field(
-        default_factory=list, description="The largest of them, and why."
+        default_factory=list, description="The largest skipped entries, with reasons."
     )
     skipped_entries: int = Field(
-        0, description="How many such lines there are: a damaged shard is one."
+        0, description="Number of skipped entries; a damaged shard is one."
     )
     unread_files: list[str] = Field(
         default_factory=list,
         description=(
-            "Files in the folders of data.sources that are not read, such as other splits, and why;"
-            " also the validation split that evaluation uses."
+            "Files in the folders of data.sources that are not read, such as other splits, with"
+            " reasons; also the validation split used for evaluation."
         ),
     )
     unread: dict[str, int] = Field(
         default_factory=dict,
-        description="Images and clips of the samples that the model has no module for.",
+        description="Number of images and clips for which the model has no module.",
     )
     unread_keys: list[dict[str, int]] = Field(
         default_factory=list,
         description=(
-            "Of each source, the samples by key or column of their records that no reader knows."
+            "For each source, number of samples by key or column of their records that is ignored."
         ),
     )
     sources: list[str] = Field(
         default_factory=list,
-        description="The fingerprint of each source: a run may go on with more of them.",
+        description="Fingerprint of each source; a run may be resumed with additional sources.",
     )
     phases: list[PhaseProfile] = Field(
         default_factory=list,
-        description="How sources are mixed from which step on.",
+        description="Mixture of the sources by first step.",
     )
     goes_on_from: int = Field(
         0,
-        description="Step of the checkpoint whose run had other phases; 0 where all of them are"
-        " the run file's.",
+        description=(
+            "Step of the checkpoint whose run had different phases; 0 if all of them are from the"
+            " run file."
+        ),
     )
     priced_step: int = Field(
         0,
-        description="First step of the phase that all these figures are of.",
+        description="First step of the phase that these figures describe.",
     )
     losses_to_beat: list[LossToBeat] = Field(
         default_factory=list,
-        description="What training has to get below, of losses of which that is known.",
+        description="Loss values that successful training must fall below, where known.",
     )
     sample: SizeSample
 
@@ -576,7 +596,7 @@ class DataProfile(Strict):
 class PreprocessProfile(Strict):
     images_per_s_per_core: float
     clips_per_s_per_core: float = Field(
-        0.0, description="Audio clips made into features; 0 where there are none."
+        0.0, description="Audio clips converted to features; 0 if there are none."
     )
     others_per_s_per_core: dict[str, float] = Field(
         default_factory=dict, description="Items of further modalities."
@@ -609,7 +629,7 @@ class Measuring(Strict):
     """Budget, spending and coverage of measuring the layers."""
 
     clock: Literal["cpu", "wall"] = Field(
-        description="What is counted: CPU time of all processes together, or wall time (GPUs)."
+        description="Clock of the budget: CPU time of all processes together, or wall time (GPUs)."
     )
     budget_s: float = Field(description="Seconds after which measuring ends.")
     started_s: float = Field(
@@ -618,9 +638,9 @@ class Measuring(Strict):
     spent_s: float = Field(description="Seconds spent, reading the data not included.")
     sizes: dict[str, dict[str, tuple[int, int]]] = Field(
         description=(
-            "By module and TP size, sizes of work measured and sizes drawn from the data, those of"
-            " trained and of frozen weights counted apart; the rest is interpolated. A TP size of"
-            " which nothing was measured is not in the profile."
+            "By module and TP size, number of work sizes measured and number drawn from the data,"
+            " with trained and frozen weights counted separately; the rest is interpolated. A TP"
+            " size without measurements is not in the profile."
         )
     )
 
@@ -646,7 +666,7 @@ class Profile(Strict):
     version: Literal[1] = 1
     precision: Literal["fp32", "bf16"]
     fingerprints: Fingerprints
-    cluster: ClusterSpec = Field(description="The run file's `cluster` when it was profiled.")
+    cluster: ClusterSpec = Field(description="`cluster` of the run file at the time of profiling.")
     provenance: dict[str, str] = Field(description="Library versions, host kind, date.")
     device: DeviceProfile
     inputs: ModelInputs
@@ -657,7 +677,7 @@ class Profile(Strict):
     measuring: Measuring | None = Field(
         None,
         exclude_if=lambda measuring: measuring is None,
-        description="None where a device's figures were computed.",
+        description="None if the device's figures were computed.",
     )
 
     @property

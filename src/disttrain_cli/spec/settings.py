@@ -59,7 +59,7 @@ def _replaced(value: Any, path: tuple[str, ...], new: Any, setting: str) -> Any:
         index = int(part)
         return [*value[:index], _replaced(value[index], rest, new, setting), *value[index + 1 :]]
     if value is not None and not isinstance(value, dict):
-        _refuse(setting, f"{part!r} leads into {value!r}, which has no fields")
+        _refuse(setting, f"{part!r} is inside {value!r}, which has no fields")
     section = value or {}
     return {**section, part: _replaced(section.get(part), rest, new, setting)}
 

@@ -23,10 +23,12 @@ class NearestRatio(Strict):
     """
 
     rule: Literal["nearest_ratio"] = "nearest_ratio"
-    least: int = Field(1, ge=1, description="Tiles of an image, at least.")
-    most: int = Field(ge=1, description="Tiles of an image without the whole one, at most.")
-    begin: str = Field("<img>", description="Written before the tiles.")
-    end: str = Field("</img>", description="Written behind them.")
+    least: int = Field(1, ge=1, description="Minimum number of tiles of an image.")
+    most: int = Field(
+        ge=1, description="Maximum number of tiles of an image, without the overview tile."
+    )
+    begin: str = Field("<img>", description="Text before the tiles.")
+    end: str = Field("</img>", description="Text after the tiles.")
 
     def cut(self, image: Size, tile: Size, alone: bool) -> Cut:
         """Return the tiles of an image of this size."""
@@ -48,10 +50,10 @@ class LongestEdge(Strict):
     """
 
     rule: Literal["longest_edge"] = "longest_edge"
-    longest_px: int = Field(ge=1, description="The longer side before it is cut.")
-    splits: bool = Field(True, description="Whether images are cut at all.")
+    longest_px: int = Field(ge=1, description="Length of the longer side before tiling.")
+    splits: bool = Field(True, description="True if images are tiled.")
     around: str = "<fake_token_around_image>"
-    whole: str = Field("<global-img>", description="Written before the whole image.")
+    whole: str = Field("<global-img>", description="Text before the overview tile.")
 
     def cut(self, image: Size, tile: Size, alone: bool) -> Cut:
         """Return the tiles of an image of this size.

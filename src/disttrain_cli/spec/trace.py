@@ -209,13 +209,16 @@ class Rehearsed(Strict):
 
     processes: int
     time_scale: float = Field(
-        description="Seconds there per second of the trace, whose times are the cluster's."
+        description=(
+            "Seconds of the rehearsal per second of the trace, whose times are those of the"
+            " cluster."
+        )
     )
     messages: Literal["scaled", "real"]
     noise: float
     faults: list[FaultSpec]
     distribution: str | None = Field(
-        None, description="Sizes of other data than the plan was made for."
+        None, description="Sizes of different data than the plan is for."
     )
 
 
@@ -227,10 +230,10 @@ class Job(Strict):
     strategy: str
     layout: Layout
     predicted: Prediction
-    profile: Profile = Field(description="Device peak, FLOP and time models of every module.")
+    profile: Profile = Field(description="Device peak, and FLOP and time models of every module.")
     gpus_per_node: int = Field(8, ge=1)
     rehearsed: Rehearsed | None = Field(
-        None, description="Given where devices were emulated (train --rehearse)."
+        None, description="Set if devices were emulated (train --rehearse)."
     )
 
 

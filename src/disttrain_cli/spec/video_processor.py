@@ -49,25 +49,35 @@ class VideoProcessor(Strict):
 
     rule: VideoRule
     resample: Filter = "bicubic"
-    fps: float = Field(2.0, gt=0, le=1000, description="Frames seen of each second.")
-    min_frames: int = Field(4, ge=TEMPORAL, description="Seen at least, where there are as many.")
-    max_frames: int = Field(768, ge=TEMPORAL, description="Seen at most.")
-    min_pixels: int = Field(ge=1, description="Fewer are enlarged to it.")
-    max_pixels: int = Field(ge=1, description="More are reduced to it.")
-    most_pixels: int | None = Field(
-        None, ge=1, description="Of all frames together, whatever else is said; null = no bound."
+    fps: float = Field(2.0, gt=0, le=1000, description="Frames sampled per second.")
+    min_frames: int = Field(
+        4, ge=TEMPORAL, description="Minimum number of sampled frames, if the video has as many."
     )
-    most_frame_pixels: int = Field(ge=1, description="Of one frame, whatever else is said.")
+    max_frames: int = Field(768, ge=TEMPORAL, description="Maximum number of sampled frames.")
+    min_pixels: int = Field(
+        ge=1, description="Minimum number of pixels; smaller frames are enlarged to it."
+    )
+    max_pixels: int = Field(
+        ge=1, description="Maximum number of pixels; larger frames are reduced to it."
+    )
+    most_pixels: int | None = Field(
+        None,
+        ge=1,
+        description="Limit on the pixels of all frames together, in any case; null = none.",
+    )
+    most_frame_pixels: int = Field(
+        ge=1, description="Limit on the pixels of one frame, in any case."
+    )
     most_tokens: int | None = Field(
         None,
         ge=1,
         description=(
-            "Where the processor caps the pixels of a frame (cap_pixels_per_frame), the tokens that"
-            " it reckons with: of all frames (qwen2_vl), or of each (qwen3_vl)."
+            "Token budget by which the processor caps the pixels of a frame"
+            " (cap_pixels_per_frame): of all frames (qwen2_vl), or of each (qwen3_vl)."
         ),
     )
     tokens_per_second: float = Field(
-        0.0, ge=0, description="qwen2_vl: by which positions advance in a second."
+        0.0, ge=0, description="qwen2_vl: increment of positions per second."
     )
 
     @model_validator(mode="after")

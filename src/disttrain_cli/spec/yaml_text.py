@@ -99,7 +99,7 @@ def _check_size(text: str) -> None:
         elif isinstance(event, yaml.AliasEvent) and event.anchor in anchored:
             part = anchored[event.anchor]
             if part in inside:
-                _refuse(event, f"the alias *{event.anchor} stands inside what it stands for")
+                _refuse(event, f"the alias *{event.anchor} is inside the value that it refers to")
             values += part.values
         elif isinstance(event, (yaml.ScalarEvent, yaml.CollectionStartEvent)):
             part = _Part(levels=int(isinstance(event, yaml.CollectionStartEvent)))
@@ -109,11 +109,9 @@ def _check_size(text: str) -> None:
         else:
             continue
         if isinstance(event, yaml.ScalarEvent) and "\0" in event.value:
-            _refuse(event, "a null character, which no name of a file holds")
+            _refuse(event, "a null character, which file names cannot contain")
         if values > MOST_VALUES:
-            _refuse(
-                event, f"more than {MOST_VALUES:,} values, those that aliases stand for included"
-            )
+            _refuse(event, f"more than {MOST_VALUES:,} values, counting those of aliases")
         if len(inside) + part.levels > MOST_NESTED:
             _refuse(event, f"nested more than {MOST_NESTED} levels deep")
         if isinstance(event, yaml.CollectionStartEvent):

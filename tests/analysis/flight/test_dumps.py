@@ -93,7 +93,7 @@ def hostile(mark: Path) -> dict[str, bytes]:
 def test_a_hostile_file_is_refused_and_runs_nothing(tmp_path: Path, what: str) -> None:
     mark, file = tmp_path / "owned", tmp_path / "rank_0"
     file.write_bytes(hostile(mark)[what])
-    with pytest.raises(DataError, match="No dump of the flight recorder") as caught:
+    with pytest.raises(DataError, match="No readable flight recorder dump") as caught:
         read_dumps([file])
     assert "rank_0 left out" in caught.value.why and len(caught.value.why) < 400
     assert not mark.exists()
@@ -137,7 +137,7 @@ def test_a_file_that_is_too_large_is_refused(
     monkeypatch.setattr(reading, "MOST_BYTES", 100)
     with pytest.raises(DataError) as caught:
         read_dumps([file])
-    assert "which no dump is" in caught.value.why
+    assert "more than any dump" in caught.value.why
 
 
 def test_bad_files_are_left_out_and_two_of_a_rank_refused(tmp_path: Path) -> None:
@@ -145,7 +145,7 @@ def test_bad_files_are_left_out_and_two_of_a_rank_refused(tmp_path: Path) -> Non
     files[1].write_bytes(b"\x80\x02.")
     (tmp_path / "other").write_bytes(files[0].read_bytes())
     dumps, said = read_dumps([*files, tmp_path / "other"])
-    assert [*dumps] == [0] and len(said) == 2 and "has no number" in said[1]
+    assert [*dumps] == [0] and len(said) == 2 and "contains no number" in said[1]
     (tmp_path / "again_0").write_bytes(files[0].read_bytes())
-    with pytest.raises(DataError, match="Two dumps are of rank 0"):
+    with pytest.raises(DataError, match="Two dumps belong to rank 0"):
         read_dumps([files[0], tmp_path / "again_0"])

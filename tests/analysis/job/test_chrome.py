@@ -159,7 +159,7 @@ def test_a_damaged_file_of_ours_is_said_to_be_one(clean, tmp_path, monkeypatch):
         text.replace('"dur":', '"dur": "x", "d":', 1),
     ):
         out.write_text(damaged)
-        with pytest.raises(DataError, match="cannot be read back"):
+        with pytest.raises(DataError, match="cannot be read"):
             analyze([out])
 
 

@@ -68,17 +68,17 @@ def test_missing_ranks_steps_and_job_are_said(folder):
     (folder / "job.json").write_text("{")
     found = analyze([folder])
     assert found.job.mfu is None and found.predicted_vs_measured == []
-    assert any("no MFU" in warning for warning in found.warnings)
+    assert any("MFU, predictions" in warning for warning in found.warnings)
     assert [unit.name for unit in found.units] == ["encoder", "llm"]
 
 
 def test_nothing_to_analyse_is_an_error(tmp_path):
     with pytest.raises(DataError, match="There is no trace folder"):
         analyze([tmp_path / "nowhere"])
-    with pytest.raises(DataError, match="No trace can be read"):
+    with pytest.raises(DataError, match="No readable trace"):
         analyze([tmp_path])
     synthetic.table(tmp_path / "rank-00000" / "segment-00000.parquet", [], TRACE_COLUMNS)
-    with pytest.raises(DataError, match="No trace can be read"):
+    with pytest.raises(DataError, match="No readable trace"):
         analyze([tmp_path])
     row = synthetic.simulate(synthetic.Synthetic(steps=1)).rows[0]
     synthetic.table(
@@ -86,14 +86,14 @@ def test_nothing_to_analyse_is_an_error(tmp_path):
         [row | {"operation": "load"}],
         TRACE_COLUMNS,
     )
-    with pytest.raises(DataError, match="no whole step"):
+    with pytest.raises(DataError, match="no complete step"):
         analyze([tmp_path])
 
 
 def test_a_folder_of_runs_names_them(tmp_path):
     for name in ("one", "two"):
         synthetic.write(tmp_path / name / "traces", synthetic.Synthetic(steps=2))
-    with pytest.raises(DataError, match=r"those of 2 runs") as caught:
+    with pytest.raises(DataError, match="traces of 2 runs") as caught:
         analyze([tmp_path])
     said = str(caught.value)
     assert str(tmp_path / "two") in said and f"disttrain_cli.analyze('{tmp_path / 'one'}')" in said
@@ -244,7 +244,7 @@ def test_a_job_description_of_another_version_is_said(clean, tmp_path):
     job = tmp_path / "traces" / "job.json"
     job.write_text(json.dumps(json.loads(job.read_text()) | {"version": 99}))
     (said,) = [line for line in open_database([tmp_path]).warnings if "job.json" in line]
-    assert "version: input should be 1 (given: 99)" in said and "no MFU" in said
+    assert "version: input should be 1 (given: 99)" in said and "MFU, predictions" in said
 
 
 def test_ranks_of_a_cp_group_are_named(tmp_path):

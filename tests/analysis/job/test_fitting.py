@@ -78,9 +78,7 @@ def test_rows_that_cannot_be_are_left_out_and_counted(traces, name, change):
     changed(traces, name, change, "*-00001.parquet")
     lost = pq.read_metadata(next((traces / "rank-00002").glob("*-00001.parquet"))).num_rows
     found = analyze([traces])
-    assert f"{lost:,} row(s) without a place or a time, or with one that cannot be" in str(
-        found.warnings
-    )
+    assert f"{lost:,} row(s) with missing or impossible coordinates or times" in str(found.warnings)
     assert found.verdict.cause == "none" and 0 < found.job.steps_measured < 6
 
 
@@ -100,7 +98,7 @@ def test_a_clock_that_is_set_back_within_an_operation_ends_the_analysis(traces):
 def test_units_that_the_job_does_not_have_are_left_out(traces):
     changed(traces, "unit", always("vision"), "*-00001.parquet")
     for found in (analyze([traces]), look_once(traces.parent).analysis):
-        assert "rows of vision, which no unit of job.json is, are left out" in found.warnings
+        assert "rows of vision, which are not units of job.json, are left out" in found.warnings
         assert found.verdict.cause == "none"
 
 
@@ -110,7 +108,7 @@ def test_traces_without_a_row_that_can_be_used(traces):
             for file in rank.iterdir():
                 file.unlink()
     changed(traces, "host", always(None))
-    with pytest.raises(DataError, match="No row of the trace can be used"):
+    with pytest.raises(DataError, match="No row of the trace is usable"):
         analyze([traces])
 
 

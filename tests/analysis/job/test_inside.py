@@ -121,7 +121,7 @@ def test_shares_of_an_operation_by_kind(tmp_path, monkeypatch, device):
         and row.top[0].count == 1
     )
     assert any(
-        "step 3 was recorded by torch's profiler" in warning for warning in database.warnings
+        "step 3 was also recorded by torch.profiler" in warning for warning in database.warnings
     )
     assert not any("clock" in warning and "rank" in warning for warning in database.warnings)
 

@@ -257,7 +257,7 @@ def test_data_that_moved_are_named_and_a_new_plan_advised(tmp_path, small):
     assert (
         found.drift[0].change_pct == pytest.approx(300, abs=10) and found.drift[0].from_step is None
     )
-    assert found.warnings[-2].startswith("The data brings") and "(+" in found.warnings[-2]
+    assert found.warnings[-2].startswith("The data have") and "(+" in found.warnings[-2]
     assert f"profile --calibrate {run.parent} && disttrain plan" in found.warnings[-1]
     late = tmp_path / "late"
     simulated.write(late, small, layout, steps=10, data={5: more}, rehearsed=rehearsed())
@@ -305,7 +305,7 @@ def test_a_stale_plan_outweighs_a_small_loss(tmp_path, small):
     assert (
         found.verdict.next_command == f"disttrain profile --calibrate {tmp_path} && disttrain plan"
     )
-    assert found.verdict.advice.startswith("The data brings")
+    assert found.verdict.advice.startswith("The data have")
 
 
 def test_a_rehearsal_says_so_with_its_faults(tmp_path, small):
@@ -327,10 +327,9 @@ def test_a_rehearsal_says_so_with_its_faults(tmp_path, small):
         ],
     )
     simulated.write(tmp_path, small, layout, rehearsed=how)
-    assert (
-        analyze([tmp_path]).job.rehearsed
-        == "Rehearsed: 24 processes stood for 3 GPUs; times are the cluster's. Injected: slow rank"
-        " (llm stage 0 replica 0, × 1.5); slow worker (image_encoder, × 3); noise of 2 %; data"
+    assert analyze([tmp_path]).job.rehearsed == (
+        "Rehearsal: 24 processes emulated 3 GPUs; times are those of the cluster. Injected: slow"
+        " rank (llm stage 0 replica 0, × 1.5); slow worker (image_encoder, × 3); noise of 2 %; data"
         " of obelics."
     )
     job = tmp_path / "job.json"

@@ -76,7 +76,7 @@ def test_a_truncated_file_is_analysed_as_far_as_it_goes(tmp_path, packed):
     path.write_bytes(text[: len(text) * 2 // 3])
     found = analyze([path])
     assert 5 < found.job.steps_measured < 39
-    assert any("rank0.json ends in the middle: the" in warning for warning in found.warnings)
+    assert any("rank0.json is truncated: the" in warning for warning in found.warnings)
 
 
 def test_ranks_come_from_names_or_are_numbered_and_that_is_said(tmp_path):
@@ -105,14 +105,14 @@ def test_two_jobs_in_one_folder_are_told_apart(tmp_path):
     sizes = analyze([tmp_path / "a"])
     assert same(sizes) == alone
     assert any(
-        "two jobs or more are mixed here: other.json left out (another world size)" in warning
+        "traces of several jobs are mixed: other.json left out (different world size)" in warning
         for warning in sizes.warnings
     )
     traces.job(tmp_path / "b", one)
     traces.job(tmp_path / "b" / "earlier", one, ahead=[-(10**10), -(10**10)])
     times = analyze([tmp_path / "b"])
     assert same(times) == alone
-    assert any("left out (another time" in warning for warning in times.warnings)
+    assert any("left out (different time" in warning for warning in times.warnings)
 
 
 def test_a_rank_that_comes_twice_at_once_counts_once(tmp_path):
@@ -120,7 +120,7 @@ def test_a_rank_that_comes_twice_at_once_counts_once(tmp_path):
     (tmp_path / "copy.json").write_bytes(first.read_bytes())
     found = analyze([tmp_path])
     assert len(found.ranks) == 2 and any(
-        "rank 0 once more; left out" in warning for warning in found.warnings
+        "rank 0 again; left out" in warning for warning in found.warnings
     )
 
 
@@ -142,11 +142,11 @@ def test_a_file_that_cannot_be_read_does_not_stop_the_others(tmp_path):
     assert len(found.ranks) == 1
     for said in (
         "empty.json is empty",
-        "config.json holds no traceEvents",
-        "words.json is no JSON",
+        "config.json contains no traceEvents",
+        "words.json is not JSON",
     ):
         assert any(said in warning for warning in found.warnings), said
-    with pytest.raises(DataError, match="No trace can be read"):
+    with pytest.raises(DataError, match="No readable trace"):
         analyze([tmp_path / "words.json"])
     with pytest.raises(DataError, match="no trace folder or file"):
         analyze([tmp_path / "nowhere"])
@@ -225,7 +225,7 @@ def test_a_trace_of_nothing_that_takes_time(tmp_path):
         tmp_path / "rank0.json",
         [{"ph": "X", "cat": "cuda_runtime", "name": "x", "ts": 1, "dur": 1}],
     )
-    with pytest.raises(DataError, match="nothing that takes time"):
+    with pytest.raises(DataError, match="no event with a duration"):
         analyze([path])
 
 
@@ -279,7 +279,7 @@ def test_numbers_and_names_of_any_size(tmp_path):
     path = traces.write(tmp_path / "rank0.json", traces.document(found))
     found = analyze([path])
     assert {row.kind for row in found.kernels} == {"communication", "compute"}
-    assert any("2 events of rank0.json are broken" in warning for warning in found.warnings)
+    assert any("2 events of rank0.json are malformed" in warning for warning in found.warnings)
     assert ask([path], "SELECT external_id FROM events WHERE name = 'nul \0 name'").rows == [
         (2**63 - 1,)
     ]

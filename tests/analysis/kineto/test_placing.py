@@ -156,7 +156,7 @@ def test_files_whose_times_count_from_nobody_knows_when_are_not_left_out(tmp_pat
         row.collective_wait_us for row in apart[0]
     ]
     assert any(
-        "rank2.json without baseTimeNanoseconds" in warning and "not known" in warning
+        "rank2.json without baseTimeNanoseconds" in warning and "unknown" in warning
         for warning in found.warnings
     )
 
@@ -189,7 +189,7 @@ def test_a_merged_file_gives_what_the_files_of_its_ranks_give(tmp_path, apart, f
     found = analyze([path])
     assert same(found) == apart
     (said,) = (
-        warning for warning in found.warnings if warning.startswith("all.json holds 3 ranks, ")
+        warning for warning in found.warnings if warning.startswith("all.json contains 3 ranks, ")
     )
     assert ("numbered in the order" in said) == (form == "places")
     rows = ask([path], "SELECT rank, kept, world_size FROM files ORDER BY rank").rows
@@ -264,7 +264,8 @@ def test_several_ranks_that_nothing_tells_apart_are_said(tmp_path):
     found = analyze([merged(tmp_path / "all.json", ranks)])
     assert len(found.ranks) == 1
     assert any(
-        "all.json seems to hold several ranks (3 processes" in warning for warning in found.warnings
+        "all.json seems to contain several ranks (3 processes" in warning
+        for warning in found.warnings
     )
     assert not any("missing" in warning or "numbered" in warning for warning in found.warnings)
     assert (found.verdict.cause, found.verdict.confidence) == ("unknown", 0)
@@ -274,7 +275,7 @@ def test_several_ranks_that_nothing_tells_apart_are_said(tmp_path):
         event["args"] = event.get("args", {}) | {"rank": event["ts"] % 2}
     found = analyze([merged(tmp_path / "mixed.json", [events])])
     assert any(
-        "mixed.json seems to hold several ranks (their numbers" in warning
+        "mixed.json seems to contain several ranks (their numbers" in warning
         for warning in found.warnings
     )
 
@@ -391,7 +392,7 @@ def test_copies_of_files_are_no_other_ranks(tmp_path):
     for folder, copies in (("job", 3), ("pods", 0)):
         found = analyze([tmp_path / folder])
         assert [row.rank for row in found.ranks] == [0, 1, 2]
-        assert sum("once more; left out" in text for text in found.warnings) == copies
+        assert sum("again; left out" in text for text in found.warnings) == copies
 
 
 def test_processes_that_each_take_themselves_for_rank_0_are_told_apart():
@@ -428,7 +429,7 @@ def test_devices_of_one_process_are_ranks(tmp_path, apart, same_process):
     assert (verdict.cause, verdict.place.rank) == (expected.cause, expected.place.rank)
     assert found.ranks[1].collective_wait_us == apart[0][1].collective_wait_us
     assert [row.compute_us for row in found.ranks] == [row.compute_us for row in apart[0]]
-    assert "all.json holds 3 devices: each is read as a rank" in found.warnings
+    assert "all.json contains 3 devices: each is read as a rank" in found.warnings
     document = json.loads(path.read_text())
     document["distributedInfo"] = {"rank": 1, "world_size": 8}
     path.write_text(json.dumps(document))
@@ -461,7 +462,7 @@ def test_processes_that_launch_on_devices_of_their_own_are_ranks(
     if numbered_alike and delay_us:
         assert len(found.ranks) == 1 and found.verdict.cause == "unknown"
         return
-    assert "all.json holds 3 devices: each is read as a rank" in found.warnings
+    assert "all.json contains 3 devices: each is read as a rank" in found.warnings
     launched = ask(
         [path],
         "SELECT rank, list_sort(list(DISTINCT process)) FROM events GROUP BY rank ORDER BY rank",
@@ -500,5 +501,5 @@ def test_ranks_that_collectives_name_and_no_file_holds_are_missing(tmp_path):
     found = analyze([tmp_path / "job"])
     assert any(text.startswith("1 of 4 ranks is missing (3)") for text in found.warnings)
     evidence = {row.what: row.value for row in found.verdict.evidence}
-    assert evidence["ranks whose traces are there"] == 0.75
+    assert evidence["ranks with traces"] == 0.75
     assert found.verdict.confidence < analyze([tmp_path / "apart"]).verdict.confidence

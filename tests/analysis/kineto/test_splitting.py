@@ -151,9 +151,9 @@ def test_files_without_events_say_why():
         (b"", "is empty"),
         (b" \n", "is empty"),
         (b"\0" * 90, "is empty"),
-        (b"hello", "is no JSON"),
-        (b'{"a": 1}', "holds no traceEvents"),
-        (b'{"traceEvents": 5}', "holds no traceEvents"),
+        (b"hello", "is not JSON"),
+        (b'{"a": 1}', "contains no traceEvents"),
+        (b'{"traceEvents": 5}', "contains no traceEvents"),
     ):
         seen, found = read(text, 7)
         assert seen == [] and found.problem == problem

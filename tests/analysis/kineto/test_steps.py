@@ -81,7 +81,7 @@ def test_what_a_step_waits_for_before_its_first_kernel_is_lost_however_many_are_
         (
             ("cuda_runtime", "cudaStreamSynchronize"),
             "unknown",
-            "nothing that was recorded says why",
+            "for no recorded reason",
         ),
         (None, "unknown", "in one long gap of a step, 30.1 ms before ampere_sgemm"),
     ],

@@ -106,12 +106,12 @@ def gains(kinds, slow, ranks=8):
 @pytest.mark.parametrize(
     ("kinds", "slow", "ranks", "said"),
     [
-        (WORLD, {2: 1.4}, 8, "Rank 2 is the straggler: it is last into 16 of 16"),
+        (WORLD, {2: 1.4}, 8, "Rank 2 is the straggler: it is the last to join 16 of 16"),
         (
             TENSOR_AND_DATA,
             {5: 1.4},
             8,
-            "Rank 5 is the straggler: it is last into 20 of 20",
+            "Rank 5 is the straggler: it is the last to join 20 of 20",
         ),  # rank 4 only waits for it
         (WORLD, {2: 1.3, 5: 1.3}, 8, "Ranks 2 and 5 are the stragglers"),  # each hides the other
         (
@@ -120,7 +120,7 @@ def gains(kinds, slow, ranks=8):
             8,
             "Ranks 2 and 5 are the stragglers",
         ),  # rank 5 holds up few
-        ([[[0, 1]]], {1: 1.09}, 2, "Rank 1 is the straggler: it is last into 16 of 16"),
+        ([[[0, 1]]], {1: 1.09}, 2, "Rank 1 is the straggler: it is the last to join 16 of 16"),
     ],
 )
 def test_what_mending_stragglers_gains_is_what_a_simulation_without_them_does(
@@ -216,14 +216,25 @@ def test_communication_among_ranks_that_are_there_waits_for_none_that_are_missin
 @pytest.mark.parametrize(
     ("ranks", "late", "cause", "said"),
     [
-        (8, [0, 0, 0, 0, 0], "worker", "Rank 0 is the straggler: it is last into 4 of the 4 "),
-        (2, [0, 0, 0, 0, 0], "worker", "Rank 0 may be the straggler: it is last into 4 of the 4 "),
+        (
+            8,
+            [0, 0, 0, 0, 0],
+            "worker",
+            "Rank 0 is the straggler: it is the last to join 4 of the 4 ",
+        ),
+        (
+            2,
+            [0, 0, 0, 0, 0],
+            "worker",
+            "Rank 0 may be the straggler: it is the last to join 4 of the 4 ",
+        ),
         (2, [0, 0, None, 0, None], "unknown", "of the waiting is for rank 0, but others wait long"),
         (8, [0, 5, 2, 7, 4], "communication", "wait for one another, for a different rank each"),
     ],
 )
 def test_a_rank_that_is_late_once_a_step_is_named(tmp_path, ranks, late, cause, said):
-    """Before the first of many collectives, as its DataLoader makes it: it is last into few."""
+    """Before the first of many collectives, as its DataLoader makes it: it is the last to join"
+    " few."""
     slow = {(rank, step, 0): 3.0 for step, rank in enumerate(late) if rank is not None}
     verdict = job(tmp_path, [[[*range(ranks)]]], slow, ranks).verdict
     assert verdict.cause == cause and said in verdict.headline
@@ -316,8 +327,7 @@ def test_a_straggler_among_cpus_is_named_though_nothing_is_a_device(tmp_path):
     assert (found.verdict.cause, found.verdict.place.rank) == ("worker", 1)
     assert found.verdict.lost_s == pytest.approx(3000e-6, rel=0.01)
     assert (
-        "no work of devices is recorded" in found.verdict.advice
-        and found.job.bubble_fraction is None
+        "no device work is recorded" in found.verdict.advice and found.job.bubble_fraction is None
     )
 
 
@@ -373,7 +383,7 @@ def test_events_that_are_there_twice_count_once(tmp_path):
         traces.write(tmp_path / "twice" / f"rank{rank}.json", traces.document(read * 2, rank, 8))
     twice = analyze([tmp_path / "twice"])
     assert twice.verdict == once.verdict and twice.ranks == once.ranks
-    assert sum("more than once and count once" in warning for warning in twice.warnings) == 8
+    assert sum("duplicated and count once" in warning for warning in twice.warnings) == 8
 
 
 def test_kernels_that_take_no_time_have_no_critical_path(tmp_path):

@@ -32,10 +32,13 @@ def test_a_rank_that_is_late_is_the_straggler(tmp_path, rank):
     found = job(tmp_path, jittered([(rank, 150)]), compute=[600] * RANKS)
     verdict = found.verdict
     assert (verdict.cause, verdict.place.rank) == ("worker", rank) and verdict.confidence > 0.9
-    assert f"Rank {rank} is the straggler: it is last into 11 of 11 collectives" in verdict.headline
+    assert (
+        f"Rank {rank} is the straggler: it is the last to join 11 of 11 collectives"
+        in verdict.headline
+    )
     assert verdict.lost_s == pytest.approx(150e-6, rel=0.1)
     assert verdict.lost_s == pytest.approx(found.stragglers.lost_s["worker"])
-    assert "its host is late" in verdict.advice
+    assert "its host delays it" in verdict.advice
 
 
 @pytest.mark.parametrize(("compute", "larger"), [(100, True), (600, False)])
@@ -47,7 +50,7 @@ def test_a_loss_larger_than_the_stragglers_is_in_the_headline(tmp_path, compute,
     share = f"({100 * lost_s['host'] / found.job.iteration_s:.0f} %)"
     said = "The larger loss is on all ranks: the devices wait for their hosts to launch work"
     assert (said in verdict.headline and share in verdict.headline) == larger
-    assert ("launch less and larger" in verdict.advice) == larger
+    assert ("launch fewer and larger" in verdict.advice) == larger
     assert verdict.lost_fraction == pytest.approx(verdict.lost_s / found.job.iteration_s)
 
 
@@ -181,7 +184,7 @@ def test_copies_inside_devices_are_not_between_host_and_device(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("times", "said"), [(6, "So is rank 3: last into 5 of 11, "), (8, "Rank 3 costs ")]
+    ("times", "said"), [(6, "So is rank 3: the last to join 5 of 11, "), (8, "Rank 3 costs ")]
 )
 def test_every_rank_that_costs_enough_is_named(tmp_path, times, said):
     """Rank 0 is late in some steps, rank 3 in the others and as much in each."""
@@ -192,7 +195,7 @@ def test_every_rank_that_costs_enough_is_named(tmp_path, times, said):
     verdict = found.verdict
     assert (verdict.cause, verdict.place.rank) == ("worker", 0)
     assert (
-        f"Rank 0 is the straggler: it is last into {times} of 11" in verdict.headline
+        f"Rank 0 is the straggler: it is the last to join {times} of 11" in verdict.headline
         and said in verdict.headline
     )
     assert ("which may be chance" in verdict.headline) == (times == 8)
@@ -257,11 +260,7 @@ def test_ranks_without_a_trace_make_a_verdict_less_sure(tmp_path):
     assert 0 < part.verdict.confidence < whole.verdict.confidence / 2
     for found, missing in ((whole, False), (part, True)):
         assert any("ranks are missing" in warning for warning in found.warnings) == missing
-        shares = [
-            row.value
-            for row in found.verdict.evidence
-            if row.what == "ranks whose traces are there"
-        ]
+        shares = [row.value for row in found.verdict.evidence if row.what == "ranks with traces"]
         assert shares == ([0.1] if missing else [])
 
 

@@ -58,10 +58,10 @@ def test_prompts_texts_and_shares_are_shown_of_the_newest_step(folder, tmp_path)
         "01.png",
     ] and text.count("<img alt") == 4
     assert (
-        "In 1 of 2 images a judge sees what was asked for (SVM, right about 99.0 % of held-out real"
-        " ones)" in text
+        "In 1 of 2 images a judge recognises what the prompt requested (SVM, accuracy 99.0 % on"
+        " held-out real images)" in text
     )
-    assert "Of 2 images that were held out of training, the text names what 1 show" in text
+    assert "For 1 of 2 images held out of training, the text names what the image shows" in text
     assert "Draw a six. ✗ eight" in text and "7, a seven. ✓" in text and "✗ 1, a one." in text
     assert ATTACK not in text and "<script" not in text
 

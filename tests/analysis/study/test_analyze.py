@@ -154,7 +154,7 @@ def test_times_that_cannot_be_seconds_are_scaled_and_that_is_said(tmp_path, rows
     ]
     assert found[1].job.iteration_s == pytest.approx(found[0].job.iteration_s)
     assert found[1].verdict.cause == found[0].verdict.cause and not found[0].warnings
-    assert [warning for warning in found[1].warnings if f"they are taken for {unit}" in warning]
+    assert [warning for warning in found[1].warnings if f"they are read as {unit}" in warning]
 
 
 def test_a_missing_rank_leaves_its_replica_out(tmp_path, rows):
@@ -214,7 +214,7 @@ def test_missing_columns_and_rows_are_named(tmp_path, rows):
                 )
             ]
         )
-    assert "No replica is whole" in error.value.what
+    assert "No replica is complete" in error.value.what
     with pytest.raises(DataError) as error:
         analyze_study(
             [megatron.write(tmp_path / "t.parquet", [row for row in rows if row["stage"] != 1])]

@@ -127,7 +127,7 @@ def test_data_that_move_are_told_within_five_steps(tmp_path, growing):
 
 
 def test_nothing_is_judged_before_a_whole_step(tmp_path, growing):
-    with pytest.raises(DataError, match="no whole step"):
+    with pytest.raises(DataError, match="no complete step"):
         look_once(tmp_path)
     growing.write(0)
     growing.write(1)

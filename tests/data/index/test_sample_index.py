@@ -209,13 +209,13 @@ def test_shards_that_are_gone_are_named_and_no_dataset_is_called_empty(
     if "beside" in gone:
         (shard.parent / "notes.txt").write_text("moved")
     for use in (read_index, open_index, build_index):
-        with pytest.raises(MismatchError, match="gone since they were indexed") as caught:
+        with pytest.raises(MismatchError, match="removed after they were indexed") as caught:
             use(run, INPUTS)
         assert f"{shard.name}: gone" in caught.value.why and "own" in caught.value.what
-        assert "Bring them back" in caught.value.next_step
+        assert "Restore them" in caught.value.next_step
         assert "sample_data" not in str(caught.value)
     run.dir.index.unlink()  # never indexed: the source itself is wrong
-    with pytest.raises(DataError, match=r"There is no|is empty|holds no shard"):
+    with pytest.raises(DataError, match=r"There is no|is empty|contains no shard"):
         build_index(run, INPUTS)
     write_texts(shard)
     assert len(build_index(run, INPUTS)) == 1
@@ -262,7 +262,7 @@ def test_a_folder_of_images_that_is_not_there_is_named_once(tmp_path: Path) -> N
 
 
 def test_other_model_or_sources_are_refused(run: Run, index: Index) -> None:
-    with pytest.raises(MismatchError, match="another run file") as caught:
+    with pytest.raises(MismatchError, match="a different run file") as caught:
         read_index(run, INPUTS.model_copy(update={"sequence_length": 256}))
     assert "model inputs" in str(caught.value)
     with pytest.raises(MismatchError, match=r"data\.sources"):
@@ -427,7 +427,7 @@ def test_an_index_of_another_version_is_built_again(
     run = own_run({"a.tar": shard_of("one")})
     with monkeypatch.context() as older:
         older.setattr(room, "INDEX_VERSION", 1)  # of what is written; what is read must be this
-        with pytest.raises(MismatchError, match="another version"):
+        with pytest.raises(MismatchError, match="a different version"):
             build_index(run, INPUTS)
     with pytest.raises(MismatchError, match="index: 1, this program: 6"):
         read_index(run, INPUTS)

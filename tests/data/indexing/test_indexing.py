@@ -205,7 +205,7 @@ def test_a_host_that_died_is_named_and_its_shards_are_read(run: Run, said: list[
     read_share_of(run, INPUTS, Share(1, 2))
     indexing._mark(run, Share(0, 2)).touch()
     build_index(run, INPUTS, lambda *report: spoken(said, *report))
-    (named,) = [what for what in said if "not ended" in what]
+    (named,) = [what for what in said if "not finished" in what]
     assert named.startswith("share 0 of 2 on ") and named.endswith(" shards are read here")
 
 
@@ -281,8 +281,8 @@ def test_processes_that_die_are_named(
     if deaths == 1:
         again = build_index(run, INPUTS, lambda *report: spoken(said, *report), processes=1)
         assert again.fingerprint == alone.fingerprint and len(started) == 2
-        (named,) = [what for what in said if "read again" in what]
-        assert named == "a process ended (killed by SIGKILL): mixed/00000.tar is read again"
+        (named,) = [what for what in said if "retrying" in what]
+        assert named == "a process ended (killed by SIGKILL): retrying mixed/00000.tar"
     else:
         with pytest.raises(DataError, match=r"mixed/00000\.tar cannot be read") as caught:
             build_index(run, INPUTS, processes=1)

@@ -57,7 +57,7 @@ def test_what_a_rank_brings(run: Run) -> None:
         ("grpc://127.0.0.1:99999", {}, "not the address"),
         ("grpc://127.0.0.1:1", {"token_file": "none"}, "cannot read"),
         ("grpc://127.0.0.1:1", {"tls_ca": "."}, "cannot read"),
-        ("grpc://127.0.0.1:1", {"token_file": "disttrain.yaml"}, "holds no token"),
+        ("grpc://127.0.0.1:1", {"token_file": "disttrain.yaml"}, "contains no token"),
     ],
 )
 def test_what_is_refused(run: Run, address: str, given: dict[str, str], named: str) -> None:

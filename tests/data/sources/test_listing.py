@@ -81,13 +81,13 @@ def test_missing_empty_and_unknown_sources(tmp_path: Path) -> None:
         caught.value
     )
     touch(tmp_path, "notes.txt", "a.tar.gz", "dataset_info.json")
-    with pytest.raises(DataError, match="holds no shard") as caught:
+    with pytest.raises(DataError, match="contains no shard") as caught:
         list_source(str(tmp_path), "data.sources[0].path: here")
     assert (
         "a.tar.gz, but dataset_info.json" in str(caught.value)
-        and "Unpack" in caught.value.next_step
+        and "Decompress" in caught.value.next_step
     )
-    with pytest.raises(DataError, match=r"form of .*gz is not known") as caught:
+    with pytest.raises(DataError, match=r"format of .*gz is unknown") as caught:
         list_source(str(tmp_path / "a.tar.gz"), "f")
     assert ".parquet" in str(caught.value)
 
@@ -183,9 +183,9 @@ def test_what_is_named_is_read_whatever_split_it_is(tmp_path: Path, path: str) -
         (["a.tar", "b.parquet"], "a.tar and b.parquet"),
         (["below/a.parquet", "z.arrow"], "below/a.parquet and z.arrow"),
         (["a.parquet", "metadata.jsonl", "1.jpg"], "metadata.jsonl"),
-        (["a.jsonl", "b.jsonl.gz"], "b.jsonl.gz is packed"),
-        (["train.jsonl.zst", "test.jsonl"], "train.jsonl.zst is packed"),
-        (["0.tar", "1.tgz"], "1.tgz is packed"),
+        (["a.jsonl", "b.jsonl.gz"], "b.jsonl.gz is compressed"),
+        (["train.jsonl.zst", "test.jsonl"], "train.jsonl.zst is compressed"),
+        (["0.tar", "1.tgz"], "1.tgz is compressed"),
         (
             [
                 f"data/{one}-00000-of-00001.parquet"
@@ -194,7 +194,7 @@ def test_what_is_named_is_read_whatever_split_it_is(tmp_path: Path, path: str) -
             "train_gen-00000-of-00001.parquet and data/train_sft-00000-of-00001.parquet",
         ),
         ([f"{one}-00000-of-00001.parquet" for one in ("red", "blue")], "several sets"),
-        (["validation.jsonl", "test.jsonl"], "validation and test, and none to train on"),
+        (["validation.jsonl", "test.jsonl"], "validation and test, but none to train on"),
     ],
 )
 def test_folders_that_can_be_read_in_several_ways_are_refused(
@@ -214,13 +214,13 @@ def test_folders_that_can_be_read_in_several_ways_are_refused(
         (["a.parquet"], ["README.md", "LICENSE", "1.jpg", ".gitattributes", "state.json"], ""),
         (["a.jsonl"], ["a.jsonl.gz", "images.zip"], "a.jsonl.gz, images.zip (packed)"),
         (["a.parquet"], ["raw.jsonl.gz"], "raw.jsonl.gz (packed)"),
-        (["a.jsonl"], ["b.csv", "run.py"], "b.csv, run.py (no form that is read)"),
+        (["a.jsonl"], ["b.csv", "run.py"], "b.csv, run.py (no supported format)"),
         (
             ["a.tar"],
             [f"sub/{n}.tar" for n in range(5)],
             "sub/0.tar, sub/1.tar, sub/2.tar and 2 more",
         ),
-        (["1.tar", "2.tar", "4.tar"], [], "not there: 3.tar (a gap"),
+        (["1.tar", "2.tar", "4.tar"], [], "missing: 3.tar (a gap"),
         (["1.tar", "3.tar", "5.tar"], [], ""),
         (["a.parquet"], ["_temporary/0/a.parquet"], "_temporary/0/a.parquet (left over"),
         (["a.parquet"], ["_SUCCESS", "_metadata", "_common_metadata"], ""),
@@ -257,7 +257,7 @@ def test_what_describes_tars_hides_none(tmp_path: Path, content: str) -> None:
 
 def test_shards_in_folders_below_are_asked_for(tmp_path: Path) -> None:
     touch(tmp_path, "first/0.tar", "first/1.tar")
-    with pytest.raises(DataError, match="holds no shard") as caught:
+    with pytest.raises(DataError, match="contains no shard") as caught:
         list_source(str(tmp_path), "f")
     assert "first/0.tar" in caught.value.why and "Name the folder" in caught.value.next_step
 
@@ -291,7 +291,7 @@ def test_links_to_folders_are_named(tmp_path: Path) -> None:
     assert "train/ is a link to a folder" in caught.value.why
     (tmp_path / "own" / "train").unlink()
     (tmp_path / "own" / "a.parquet").unlink()
-    with pytest.raises(DataError, match="holds no shard") as caught:
+    with pytest.raises(DataError, match="contains no shard") as caught:
         names(tmp_path / "own", [])
     assert "sub/: a link to a folder" in caught.value.why
 
@@ -310,7 +310,7 @@ def test_a_dataset_saved_over_an_older_one_is_read_alone(tmp_path: Path) -> None
     (tmp_path / "a" / "state.json").write_text(json.dumps({"_data_files": files}))
     found, said = names(tmp_path, [])
     assert found == [*new, "b/data-00000-of-00001.arrow"]
-    assert f"{', '.join(old[:3])} and 1 more (not of the dataset" in said
+    assert f"{', '.join(old[:3])} and 1 more (not part of the last saved" in said
 
 
 ONE = "configs: [{config_name: x, data_files: [{split: train, path: a.parquet}, SPLIT]}]"
@@ -348,7 +348,7 @@ FILES = ["a.parquet", "b.parquet", "data/train-0.parquet", "data/test-0.parquet"
             "configs: [{data_files: {train_sft: a.*, train_gen: b.*}}]",
             [],
             [],
-            "the splits train_sft, train_gen, and none to train on",
+            "the splits train_sft, train_gen, and no split to train on",
         ),
         (
             "configs: [{data_files: {train_sft: a.*, test_sft: [b.*]}}]",
@@ -356,7 +356,7 @@ FILES = ["a.parquet", "b.parquet", "data/train-0.parquet", "data/test-0.parquet"
             [],
             "b.parquet (the split test)",
         ),
-        ("configs: [{data_files: nowhere.csv}]", [], [], "no file of train is read"),
+        ("configs: [{data_files: nowhere.csv}]", [], [], "no file of train is supported"),
         ("language: en", FILES[2:3], [], "the split test"),
         ("configs: [", FILES[2:3], [], "the split test"),
     ],

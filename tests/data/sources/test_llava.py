@@ -56,27 +56,27 @@ def read(
 @pytest.mark.parametrize(
     ("record", "reason"),
     [
-        (turns("<image>", "a"), "1 marks <image> for 0 images"),
-        (turns("no mark", "a", image="a.jpg"), "0 marks <image> for 1 images"),
-        (turns("<image><image>", "a", image=["a.jpg"]), "2 marks"),
+        (turns("<image>", "a"), "1 occurrences of <image> for 0 images"),
+        (turns("no mark", "a", image="a.jpg"), "0 occurrences of <image> for 1 images"),
+        (turns("<image><image>", "a", image=["a.jpg"]), "2 occurrences"),
         (turns("<image>", "a", image="gone.jpg"), "gone.jpg cannot be opened: No such file"),
         (turns("<image>", "a", image="sub"), "sub cannot be opened: not a regular file"),
         (turns("<image>", "a", image="chat.json"), "chat.json: not a JPEG"),
         (turns("<image>", "a", image={"file": "a.jpg"}), "`image` must be"),
         (turns("<image>", "a", image=[1]), "`image` must be"),
         ({"id": "x"}, "`conversations` or `messages` with at least"),
-        ({"id": "x", "text": ""}, "not empty"),
+        ({"id": "x", "text": ""}, "non-empty"),
         ({"id": "x", "text": ["a"]}, "`text` must be"),
-        ({"id": "x", "text": "a", "file_name": "../secret.jpg"}, "leads out"),
+        ({"id": "x", "text": "a", "file_name": "../secret.jpg"}, "points outside"),
         ({"id": "x", "conversations": []}, "at least one turn"),
         (turns("a", "b", system=5), "system must have"),
         (
             {"id": "x", "messages": [{"role": "user", "content": [{"type": "tool"}]}]},
-            "messages[0] has a part of the type 'tool', which is not read",
+            "messages[0] has a part of the type 'tool', which is not supported",
         ),
         (
             {"id": "x", "messages": [{"role": "user", "content": [{"type": "image"}]}]},
-            "1 marks <image> for 0 images",
+            "1 occurrences of <image> for 0 images",
         ),
         (turns("<image>", "a", images="gone.jpg"), "gone.jpg cannot be opened"),
         ({"id": "x", "caption": "of nothing"}, "or a `text`"),
@@ -84,7 +84,7 @@ def read(
         ({"id": "x", "conversations": ["hi"]}, r"conversations[0] must have"),
         (
             {"id": "x", "conversations": [{"from": "tool", "value": "be nice"}]},
-            "conversations[0] is of 'tool', which is not read",
+            "conversations[0] is of 'tool', which is not supported",
         ),
         (
             {"id": "x", "conversations": [{"from": ["gpt"], "value": "be nice"}]},
@@ -126,7 +126,7 @@ def test_names_that_lead_out_of_the_folder_are_not_opened(tmp_path: Path, name: 
     (folder / "link.jpg").symlink_to(tmp_path / "secret.jpg")
     (folder / "outside").symlink_to(tmp_path, target_is_directory=True)
     keys, skipped = read(folder, [turns("<image>", "a", image=name)])
-    assert not keys and "out of the folder" in skipped["x"]
+    assert not keys and "outside of the folder" in skipped["x"]
 
 
 def test_links_inside_the_folder_are_followed(tmp_path: Path) -> None:
@@ -145,15 +145,15 @@ def test_whole_paths_inside_the_folder_are_followed(tmp_path: Path, scheme: str)
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (b'{\n"id": 1}', "the JSON is no list"),
-        (b"", "the JSON is no list"),
-        (b"null", "the JSON is no list"),
+        (b'{\n"id": 1}', "the JSON is not a list"),
+        (b"", "the JSON is not a list"),
+        (b"null", "the JSON is not a list"),
         (b"[", "no record at byte 1"),
         (b'[{"id": 1}', "no comma or end"),
         (b'[{"id": 1} {"id": 2}]', "no comma or end"),
         (b'[{"id": 1},]', "no record at byte 11"),
-        (b"[" * 100_000, "not a whole list"),
-        (b'[{"a":' * 100_000, "not a whole list"),
+        (b"[" * 100_000, "not a complete list"),
+        (b'[{"a":' * 100_000, "not a complete list"),
     ],
 )
 def test_files_that_are_no_list(tmp_path: Path, content: bytes, reason: str) -> None:
@@ -164,7 +164,7 @@ def test_files_that_are_no_list(tmp_path: Path, content: bytes, reason: str) -> 
 def test_a_list_cut_short_keeps_what_is_whole(tmp_path: Path) -> None:
     whole = json.dumps([turns("a", "b") | {"id": f"{n}"} for n in range(5)]).encode()
     keys, skipped = read(tmp_path, whole[:-30])
-    assert keys == ["0", "1", "2", "3"] and "not a whole list" in skipped[""]
+    assert keys == ["0", "1", "2", "3"] and "not a complete list" in skipped[""]
 
 
 def test_what_is_no_record_is_named(tmp_path: Path) -> None:
@@ -379,6 +379,6 @@ def test_an_imagefolder_is_read_with_its_captions(tmp_path: Path) -> None:
 def test_pictures_alone_need_texts(tmp_path: Path) -> None:
     (tmp_path / "cats").mkdir()
     (tmp_path / "cats" / "1.JPG").write_bytes(encoded(20, 30))
-    with pytest.raises(DataError, match="pictures without texts") as caught:
+    with pytest.raises(DataError, match="images without texts") as caught:
         list_source(str(tmp_path), "data.sources[0].path")
     assert "metadata.jsonl" in caught.value.next_step

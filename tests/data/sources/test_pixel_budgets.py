@@ -69,7 +69,7 @@ BAD = {
     "an image with `resized_height` 16: `resized_height` and `resized_width` go together": {
         "resized_height": 16
     },
-    "`max_pixels` 100: a token of the image stands for 256 pixels": {"max_pixels": 100},
+    "`max_pixels` 100: a token of the image covers 256 pixels": {"max_pixels": 100},
     "`min_pixels` must not be more than `max_pixels`": {"min_pixels": 600, "max_pixels": 512},
     "`min_pixels` 5000: an image has at most 4096 pixels": {"min_pixels": 5000},
     "an image has at most 4096 pixels": {"resized_height": 80, "resized_width": 64},
@@ -198,8 +198,8 @@ def test_segments_of_tars_state_them_too(tmp_path: Path) -> None:
     index = build_index(make_run(tmp_path, [{"path": "data"}], max_bad_fraction=1.0), inputs)
     assert [index.keys[0], index.tokens[0]] == ["a", 1]
     assert [one.key for one in index.skipped] == ["b", "c"]
-    assert "images to generate have no pixel budget of their own" in index.skipped[0].reason
-    assert index.skipped[1].reason == "segments[0] has a pixel budget, which images alone have"
+    assert "images to generate have no separate pixel budget" in index.skipped[0].reason
+    assert index.skipped[1].reason == "segments[0] has a pixel budget, which only images have"
 
 
 def test_equal_conversations_about_an_image_of_two_sizes_are_no_duplicates(tmp_path: Path) -> None:

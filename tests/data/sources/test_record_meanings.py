@@ -184,7 +184,10 @@ def test_a_wrong_index_is_refused(
 
 OBJECTS = {"ref": ["sheep"], "bbox": [[1, 2, 3, 4]]}
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    (turns("a", {"content": "b", "loss": 0.5}), "messages[1] has the loss 0.5; read are 0 and 1"),
+    (
+        turns("a", {"content": "b", "loss": 0.5}),
+        "messages[1] has the loss 0.5; supported are 0 and 1",
+    ),
     (turns("a", {"content": "b", "train": "no"}), "has the train 'no'"),
     (turns("a", {"content": "b", "train": True, "weight": 0}), "contradict each other"),
     (turns({"content": "a", "train": True}, "b"), "messages[0] has `train: true`, but only"),
@@ -209,8 +212,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (turns("a", "b", rejected_images=["0.jpg"]), "`rejected_images`: preference data"),
     (turns("<audio>a", "b", audios=["a.wav"]), "`audios`: audio is not read from records"),
     (turns("a", "b", audio="a.wav"), "`audio`: audio is not read from records"),
-    (turns("the <ref-object>", "<bbox>", objects=OBJECTS), "<ref-object> in a text stands for it"),
-    (turns("the sheep", "<bbox>", objects=OBJECTS), "<bbox> in a text stands for it"),
+    (turns("the <ref-object>", "<bbox>", objects=OBJECTS), "<ref-object> in a text refers to it"),
+    (turns("the sheep", "<bbox>", objects=OBJECTS), "<bbox> in a text refers to it"),
     (turns("a", "b", tools=[{"name": "c"}]), "`tools`: tool calls are not read"),
     (turns("a", "b", tools='[{"name": "c"}]'), "`tools`: tool calls are not read"),
     (turns("a", "b", functions=[{"name": "c"}]), "`functions`: tool calls"),
@@ -218,7 +221,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (turns("a", "b", chat_template_kwargs={"c": "d"}), "`chat_template_kwargs` of a record"),
     (
         turns({"content": "a", "images": ["0.jpg"]}, "b"),
-        "messages[0] has `images`: it is read beside",
+        "messages[0] has `images`: it is supported next to",
     ),
     (turns("a", "b", conversations=[{"from": "gpt", "value": "b"}]), "differ: keep"),
     (
@@ -226,8 +229,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "`images` and another key of the record name different",
     ),
     ({"text": "a", "rejected": "b"}, "`rejected`: preference data"),
-    ({"text": "a", "prompt": "b", "completion": "c"}, "beside `prompt` and `completion`"),
-    ({"text": "a", "instruction": "b", "output": "c"}, "beside `instruction` and `output`"),
+    ({"text": "a", "prompt": "b", "completion": "c"}, "next to `prompt` and `completion`"),
+    ({"text": "a", "instruction": "b", "output": "c"}, "next to `instruction` and `output`"),
     ({"text": "a", "audio": "a.wav"}, "`audio`: audio is not read from records"),
     ({"text": "a", "dialogue": turns("a", "b")["messages"]}, "`dialogue` has turns"),
     ({"instruction": "a", "input": "", "output": "b"}, "`instruction` and `output` are not read"),
@@ -414,15 +417,15 @@ WEB = "https://me:secret@host/a.jpg?key=secret"
         ("<image>", {"image": "s3://bucket/a.jpg"}, "s3://bucket/a.jpg is a web address"),
         ("<image>", {"images": ["gs://bucket/a.jpg"]}, "gs://bucket/a.jpg is a web address"),
         ([{"type": "image_base64", "data": RAW}], {}, "part of the type 'image_base64'"),
-        ([{"type": "image", "image_base64": RAW}], {}, "unread: part key `image_base64`"),
+        ([{"type": "image", "image_base64": RAW}], {}, "ignored: part key `image_base64`"),
         ([{"type": "image", "image": {"bytes": "abc"}}], {}, "has bytes at `image`"),
         ([{"type": "image", "image": 7}], {}, "neither a name nor a data URI"),
         ([{"type": "image", "image": "0.jpg", "url": "1.jpg"}], {}, "several files: `image`"),
         ([{"type": "image", "image": "0.jpg"}], {"images": ["1.jpg"]}, "name different images"),
         ([{"type": "image", "image": "0.jpg", "text": "a"}], {}, "with `image` and `text`"),
         ([{"type": "text", "text": "a", "image": "0.jpg"}], {}, "with `text` and `image`"),
-        ([{"type": "image", "index": "0"}], {"images": ["0.jpg"]}, "'0', which is no number"),
-        ([{"type": "image", "index": True}], {"images": ["0.jpg"]}, "True, which is no number"),
+        ([{"type": "image", "index": "0"}], {"images": ["0.jpg"]}, "'0', which is not a number"),
+        ([{"type": "image", "index": True}], {"images": ["0.jpg"]}, "True, which is not a number"),
         ([{"type": "audio", "audio": "a.wav"}], {}, "part of the type 'audio'"),
         ([{"type": "input_text", "text": "a"}], {}, "part of the type 'input_text'"),
         ([{"type": "video", "video": "a.mp4", "fps": 1}], {}, "a video with `fps`"),
@@ -453,7 +456,9 @@ def test_flags_of_segments_are_refused(tmp_path: Path, flag: str) -> None:
     segments = [{"type": "text", "value": "a", flag: 0}, {"type": "text", "value": "b"}]
     files = [("a.json", json.dumps({"segments": segments}).encode())]
     (one,) = read_one_by_one(Shard("tar", str(write_tar(tmp_path / "a.tar", files)), "a"), "a")
-    assert isinstance(one, Skipped) and f"segments[0] has `{flag}`; read is `loss`" in one.reason
+    assert (
+        isinstance(one, Skipped) and f"segments[0] has `{flag}`; supported is `loss`" in one.reason
+    )
 
 
 def test_long_names_are_shortened(tmp_path: Path) -> None:
@@ -539,10 +544,10 @@ def beside(folder: Path, form: str, images: int, text: str) -> Sample | Skipped:
         ("a<image>", 1, ["a", 20]),
         ("a", 1, [20, "a"]),
         ("a <image><image>b", 2, ["a ", 20, 28, "b"]),
-        ("<image>a<image>", 1, "2 marks <image> for 1 images"),
-        ("<video>a", 1, "0 marks <image> for 1 images"),
-        ("<image>a<video>", 1, "1 marks <video> for 0 videos"),
-        ("<image>\n", 1, "the text has marks alone"),
+        ("<image>a<image>", 1, "2 occurrences of <image> for 1 images"),
+        ("<video>a", 1, "0 occurrences of <image> for 1 images"),
+        ("<image>a<video>", 1, "1 occurrences of <video> for 0 videos"),
+        ("<image>\n", 1, "the text consists only of markers"),
         ("an <image> tag", 0, ["an <image> tag"]),
     ],
 )
@@ -600,7 +605,7 @@ def test_images_of_pairs_stand_behind_their_system_turn(tmp_path: Path) -> None:
         ({"rejected": "c"}, "`rejected`: preference data"),
         ({"chosen": "c"}, "`chosen`: preference data"),
         ({"tool_calls": [{"name": "c"}]}, "`tool_calls`: tool calls"),
-        ({"image": "0.jpg"}, "has `image`: it is read beside the turns"),
+        ({"image": "0.jpg"}, "has `image`: it is supported next to the turns"),
         ({"weight": 0.5}, "has the weight 0.5"),
     ],
 )

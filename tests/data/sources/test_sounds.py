@@ -78,13 +78,13 @@ def test_tars_of_clips_with_transcripts_and_interleaved(tmp_path: Path) -> None:
         ([("bad.wav", sound()[:-9]), ("bad.txt", b"x")], "bad.wav: truncated WAV"),
         (
             [("bad.flac", encoded(20, 20)), ("bad.txt", b"x")],
-            "bad.flac: no whole sound file",
+            "bad.flac: not a complete sound file",
         ),  # mislabelled
         ([("bad.jpg", sound()), ("bad.txt", b"x")], "bad.jpg: not a JPEG"),
-        ([("bad.wav", sound("aiff")), ("bad.txt", b"x")], "another form: AIFF"),
+        ([("bad.wav", sound("aiff")), ("bad.txt", b"x")], "another format: AIFF"),
         ([interleaved("bad", clip("gone.wav"))], "the file gone.wav is missing"),
-        ([interleaved("bad", clip("p.jpg")), ("p.jpg", encoded(20, 20))], "p.jpg is no sound"),
-        ([interleaved("bad", image("s.wav")), ("s.wav", sound())], "s.wav is no image"),
+        ([interleaved("bad", clip("p.jpg")), ("p.jpg", encoded(20, 20))], "p.jpg is not a sound"),
+        ([interleaved("bad", image("s.wav")), ("s.wav", sound())], "s.wav is not an image"),
         ([interleaved("bad", {"type": "audio"})], "image or audio or video with `file`"),
     ],
 )
@@ -112,7 +112,10 @@ def test_tables_of_clips(tmp_path: Path, write: object) -> None:
     path = write(tmp_path / ("a.parquet" if write is write_parquet else "a.arrow"), table)  # type: ignore[operator]
     samples, skipped = read(path)
     assert list(samples) == ["row 0", "row 3"]
-    assert "no whole sound file" in skipped["row 1"] and skipped["row 2"] == "the clip is missing"
+    assert (
+        "not a complete sound file" in skipped["row 1"]
+        and skipped["row 2"] == "the clip is missing"
+    )
     assert [(s.kind, s.text, s.width_px) for s in samples["row 3"].segments] == [
         (AUDIO, "", 500),
         (TEXT, "four", 0),

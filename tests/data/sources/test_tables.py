@@ -103,7 +103,7 @@ def test_a_corpus_of_texts_alone(columns: pa.Schema, text: str) -> None:
 )
 def test_no_column_is_taken_for_texts_because_it_is_the_only_one(columns: pa.Schema) -> None:
     strings = [field.name for field in columns if field.type != pa.binary()]
-    with pytest.raises(DataError, match="no column holds texts or turns by its name") as caught:
+    with pytest.raises(DataError, match="no column has a name of texts or turns") as caught:
         find_columns(columns, "shard.parquet")
     assert all(f"{name} (" in str(caught.value) for name in columns.names)
     assert "data.sources[].text" in caught.value.next_step and strings[0] in caught.value.next_step
@@ -144,22 +144,25 @@ def test_texts_alone_are_read_and_read_again(tmp_path: Path, write: Any) -> None
 @pytest.mark.parametrize(
     ("columns", "words"),
     [
-        (schema("text Text", "image"), ["several columns may hold `text`: text, Text"]),
-        (schema("text", "image", "caption"), ["`caption` holds no strings", "caption (int64)"]),
+        (schema("text Text", "image"), ["several columns may contain `text`: text, Text"]),
+        (schema("text", "image", "caption"), ["`caption` contains no strings", "caption (int64)"]),
         (schema("txt sentence transcript", "audio"), ["txt, transcript, sentence"]),
-        (schema("caption"), ["no column holds the images of `caption`"]),
-        (schema("text", "x y"), ["several columns may hold the image bytes: x, y", "y (binary)"]),
+        (schema("caption"), ["no column contains the images of `caption`"]),
+        (
+            schema("text", "x y"),
+            ["several columns may contain the image bytes: x, y", "y (binary)"],
+        ),
         (schema("text", "image jpg"), ["image, jpg"]),
-        (schema("", "image", "text"), ["`text` holds no strings", "text (int64)"]),
-        (schema("", "image"), ["no column holds texts or turns", "image (binary)"]),
+        (schema("", "image", "text"), ["`text` contains no strings", "text (int64)"]),
+        (schema("", "image"), ["no column has a name of texts or turns", "image (binary)"]),
         (
             schema("caption url"),
-            ["no column holds image bytes", "`url` seems to name pictures", "img2dataset"],
+            ["no column contains image bytes", "`url` seems to name images", "img2dataset"],
         ),
-        (schema("TEXT URL", other="WIDTH HEIGHT"), ["`URL` seems to name pictures", "img2dataset"]),
-        (schema("text image_url"), ["`image_url` seems to name pictures", "img2dataset"]),
-        (schema("text image"), ["no column holds image bytes", "`image` seems to name pictures"]),
-        (schema("text", other="image"), ["no column holds image bytes"]),
+        (schema("TEXT URL", other="WIDTH HEIGHT"), ["`URL` seems to name images", "img2dataset"]),
+        (schema("text image_url"), ["`image_url` seems to name images", "img2dataset"]),
+        (schema("text image"), ["no column contains image bytes", "`image` seems to name images"]),
+        (schema("text", other="image"), ["no column contains image bytes"]),
         (
             pa.schema([("images", pa.list_(pa.string())), ("texts", pa.list_(pa.string()))]),
             ["URLs", "img2dataset"],
@@ -343,7 +346,7 @@ def test_parquet_cut_short_or_no_parquet(tmp_path: Path) -> None:
     for content in (whole[:-100], whole[:50], b"", b"no parquet" * 50):
         path.write_bytes(content)
         samples, skipped = read(path)
-        assert not samples and "not a whole Parquet file" in skipped[""]
+        assert not samples and "not a complete Parquet file" in skipped[""]
 
 
 def test_a_damaged_row_group_is_left_out(tmp_path: Path) -> None:
@@ -410,7 +413,7 @@ def test_arrow_cut_short(tmp_path: Path, whole: bool) -> None:
     path = write_arrow(tmp_path / "a.arrow", list_table(), rows=1, whole=whole)
     path.write_bytes(path.read_bytes()[:-2000])
     samples, skipped = read(path)
-    assert len(samples) < 4 and "not a whole Arrow file" in skipped[""]
+    assert len(samples) < 4 and "not a complete Arrow file" in skipped[""]
     assert whole or samples  # the file format has its footer at the end
 
 

@@ -160,7 +160,7 @@ def test_not_a_tar(tmp_path: Path, content: bytes) -> None:
     shard = tmp_path / "a.tar"
     shard.write_bytes(content)
     samples, skipped = read(shard)
-    assert not samples and "not a whole tar" in skipped[""]
+    assert not samples and "not a complete tar" in skipped[""]
 
 
 def test_no_damage_escapes_as_an_exception(tmp_path: Path) -> None:
@@ -199,7 +199,7 @@ def test_links_are_named_and_folders_ignored(tmp_path: Path) -> None:
         folder.type = tarfile.DIRTYPE
         tar.addfile(folder)
     samples, skipped = read(shard)
-    assert not samples and "link.json is no regular file" in skipped["link"]
+    assert not samples and "link.json is not a regular file" in skipped["link"]
 
 
 def test_half_characters_do_not_break_tokenizers() -> None:

@@ -165,7 +165,7 @@ def test_pairs_of_the_cauldron(tmp_path: Path) -> None:
             [("USER: What? ASSISTANT:", False), (" A cat.", True)],
         ]
         assert skipped == {
-            "row 2": "2 marks <image> for 1 images",
+            "row 2": "2 occurrences of <image> for 1 images",
             "row 3": "`messages` must be a list with at least one turn",
         }
 
@@ -271,7 +271,7 @@ def test_columns_that_change_what_a_text_means(tmp_path: Path, images: bool) -> 
         assert [one[-1] for one in said] == [("a", True), ("d", True)]
         assert list(skipped) == ["row 1", "row 2"]
         assert "`rejected`" in skipped["row 1"]
-        assert "a text beside `prompt` and `response`" in skipped["row 2"]
+        assert "a text next to `prompt` and `response`" in skipped["row 2"]
         assert read(path, "text")[1] == {}  # the run file says that it is meant
 
 
@@ -303,7 +303,7 @@ def test_clips_and_named_images_beside_turns_are_refused(tmp_path: Path) -> None
     for path in written(tmp_path, table):
         said, skipped = read(path)
         assert len(said) == 1 and "`audio`" in skipped["row 1"]
-        assert "marks" in skipped["row 0"]
+        assert "occurrences" in skipped["row 0"]
 
 
 FILE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
@@ -348,7 +348,7 @@ def test_images_that_are_named(tmp_path: Path, key: str, turns: Any) -> None:
         samples, skipped = read(path)
         assert len(samples) == 1 and "image" not in samples[0]
         assert skipped == {
-            "row 0": "the file a.jpg is named and not in the table: images of tables are read as"
+            "row 0": "the file a.jpg is named but not in the table: images of tables are read as"
             " bytes, binary or {bytes, path}"
         }
 
@@ -366,9 +366,12 @@ def test_an_image_without_bytes_beside_turns(tmp_path: Path) -> None:
     [
         ({"file_name": pa.string(), "text": pa.string()}, "metadata.jsonl"),
         ({"audio": FILE, "text": pa.string(), "rejected": pa.string()}, "`rejected` may change"),
-        ({"audios": pa.list_(FILE), "text": pa.string()}, "`audios` holds lists"),
-        ({"messages": pa.int64(), "id": pa.string()}, "no column holds texts or turns"),
-        ({"Messages": pa.string(), "messages": pa.string()}, "several columns may hold `messages`"),
+        ({"audios": pa.list_(FILE), "text": pa.string()}, "`audios` contains lists"),
+        ({"messages": pa.int64(), "id": pa.string()}, "no column has a name of texts or turns"),
+        (
+            {"Messages": pa.string(), "messages": pa.string()},
+            "several columns may contain `messages`",
+        ),
     ],
 )
 def test_columns_that_are_refused(columns: dict[str, pa.DataType], words: str) -> None:
@@ -398,7 +401,7 @@ def test_named_columns() -> None:
     assert find_columns(form, "x", "messages")[:2] == ({"image": "image"}, ("messages",))
     for name in ("number", "image"):
         with pytest.raises(
-            DataError, match=f"`{name}`, which data.sources.. text names|holds neither"
+            DataError, match=f"`{name}`, which data.sources.. text names|contains neither"
         ):
             find_columns(form, "x", name)
 

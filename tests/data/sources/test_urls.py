@@ -191,5 +191,5 @@ def test_a_server_without_ranges_is_no_damage(
     index = build_index(make_run(tmp_path, [{"path": f"{url}/a.tar"}]), INPUTS)
     reader = ShardReader(index, ByteTokenizer())
     for read in (lambda: reader.texts(0), lambda: reader.file(0, 0)):
-        with pytest.raises(DataError, match="requests for a part with the whole"):
+        with pytest.raises(DataError, match="range requests with the whole file"):
             read()

@@ -151,7 +151,7 @@ def test_what_is_closed_is_parquet_alone(tmp_path: Path) -> None:
 
 
 def test_before_the_first_step_there_is_no_trace_yet(recorded: Path) -> None:
-    with pytest.raises(DataError, match=r"There is no trace|No trace can be read"):
+    with pytest.raises(DataError, match=r"There is no trace|No readable trace"):
         open_database([recorded / "none"])
 
 

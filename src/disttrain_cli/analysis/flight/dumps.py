@@ -118,7 +118,7 @@ class _PlainUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> NoReturn:
         raise pickle.UnpicklingError(
-            f"it names {module[:40]}.{name[:40]}, and a dump names nothing"
+            f"it names {module[:40]}.{name[:40]}, which dumps never contain"
         )
 
 
@@ -141,7 +141,9 @@ def read_dumps(files: Sequence[Path]) -> tuple[dict[int, Dump], list[str]]:
     for file in files:
         rank = rank_of(file)
         if rank is None:
-            said.append(f"{file.name} left out: its name has no number, which is the rank")
+            said.append(
+                f"{file.name} left out: its name contains no number that identifies the rank"
+            )
             continue
         try:
             dump = _read(file)
@@ -150,16 +152,16 @@ def read_dumps(files: Sequence[Path]) -> tuple[dict[int, Dump], list[str]]:
             continue
         if rank in of_rank:
             raise DataError(
-                f"Two dumps are of rank {rank}",
+                f"Two dumps belong to rank {rank}",
                 f"{of_rank[rank]}, {file}",
-                "Give the dumps of one hang alone.",
+                "Pass only the dumps of one hang.",
             )
         of_rank[rank], dumps[rank] = file, with_states(dump)
     if not dumps:
         raise DataError(
-            "No dump of the flight recorder can be read here",
+            "No readable flight recorder dump here",
             "; ".join(said[:5]),
-            "Name the files that torch wrote when the job hung, such as nccl_trace_rank_0, or their"
+            "Pass the files that torch wrote when the job hung, such as nccl_trace_rank_0, or their"
             " folder.",
         )
     return dict(sorted(dumps.items())), said
@@ -260,13 +262,13 @@ def _read(file: Path) -> Dump:
         except (EOFError, zlib.error) as error:
             raise ValueError(f"damaged: {error}") from None
     if len(content) > MOST_BYTES:
-        raise ValueError(f"larger than {MOST_BYTES >> 20} MiB, which no dump is")
+        raise ValueError(f"larger than {MOST_BYTES >> 20} MiB, more than any dump")
     if PICKLED.match(content):
         return _checked(_unpickled(content))
     try:
         return msgspec.json.decode(content, type=Dump)
     except msgspec.DecodeError as error:  # also raised for values of other types
-        raise ValueError(f"no dump: {error}") from None
+        raise ValueError(f"not a dump: {error}") from None
 
 
 def _unpickled(content: bytes) -> Any:
@@ -274,9 +276,9 @@ def _unpickled(content: bytes) -> Any:
         with _at_most(MOST_TIMES * len(content) + SPARE_BYTES):
             return _PlainUnpickler(io.BytesIO(content)).load()
     except MemoryError:
-        raise ValueError("it asks for more memory than there is") from None
+        raise ValueError("it needs more memory than is available") from None
     except Exception as error:  # the unpickler can raise anything on arbitrary bytes
-        raise ValueError(f"no pickle of plain values: {str(error)[:120]}") from None
+        raise ValueError(f"not a pickle of plain values: {str(error)[:120]}") from None
 
 
 @contextmanager
@@ -307,7 +309,7 @@ def _checked(value: Any) -> Dump:
     try:
         return msgspec.convert(value, Dump)
     except (msgspec.ValidationError, RecursionError) as error:
-        raise ValueError(f"no dump: {str(error)[:120]}") from None
+        raise ValueError(f"not a dump: {str(error)[:120]}") from None
 
 
 def ranks_of(config: Config) -> tuple[int, ...]:

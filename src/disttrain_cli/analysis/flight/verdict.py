@@ -115,7 +115,7 @@ def analyze_dumps(files: Sequence[Path]) -> Dumped:
     if len(versions) > 1:
         said.append(f"dumps of several versions: {', '.join(versions)}")
     if versions[-1].partition(".")[0] != "2":
-        said.append(f"version {versions[-1]} of the format is not known here; read as 2.x")
+        said.append(f"version {versions[-1]} of the format is unknown; read as 2.x")
     return Dumped(
         version=versions[-1],
         ranks=[*dumps],
@@ -223,7 +223,7 @@ def _verdict(
             what + doing,
             causes,
             here,
-            "Look at what"
+            "Check what"
             + agree(
                 len(causes),
                 " that rank does outside of communication: the stack at the end of its log",
@@ -238,7 +238,7 @@ def _verdict(
             " reaches only later",
             circle,
             next((found for found in findings if {*found.ranks} & {*circle}), None),
-            "Some ranks use the groups in a different order; see where each one is, below.",
+            "Some ranks use the groups in a different order; the position of each is listed below.",
         )
     lacking = sorted({other for place in places.values() for other in place.waits_for} - {*places})
     unfinished = [
@@ -320,7 +320,7 @@ def _verdict(
         return verdict(
             "unknown",
             f"Nothing is pending in {counted(len(places), 'dump')}, and there are no dumps of"
-            f" {name_ranks(without)}: who waits for whom is not known without them",
+            f" {name_ranks(without)}: without them it is unknown which ranks wait for which",
             without,
             None,
             f"Pass the dumps of all ranks: disttrain analyze {shlex.quote(str(files[0].parent))}",

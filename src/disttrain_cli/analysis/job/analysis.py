@@ -73,11 +73,12 @@ def analyze_database(database: Database, layouts: Layouts = other_layouts) -> An
     if not times["measured"]:
         short = short_ranks(database)
         raise DataError(
-            "The trace holds no whole step",
+            "The trace contains no complete step",
             f"it has {counted(times['recorded'], 'step')}; a measured step needs forward and"
             f" backward of every rank, and the first one is warm-up{short and f'; {short}'}",
             (
-                f"Analyse without their folders (rank-*), or record more: {call('train', steps=5)}"
+                "Analyse without the folders of these ranks (rank-*), or record more:"
+                f" {call('train', steps=5)}"
                 if short
                 else f"Record more: {call('train', steps=5)}"
             ),
@@ -172,8 +173,9 @@ def _rehearsed(job: Job) -> str | None:
     parts += [f"noise of {100 * how.noise:g} %"] if how.noise else []
     parts += [f"data of {how.distribution}"] if how.distribution else []
     return (
-        f"Rehearsed: {how.processes} processes stood for {job.layout.gpus_used} GPUs; times are the"
-        " cluster's" + (f". Injected: {'; '.join(parts)}." if parts else ".")
+        f"Rehearsal: {how.processes} processes emulated {job.layout.gpus_used} GPUs; times are"
+        " those"
+        " of the cluster" + (f". Injected: {'; '.join(parts)}." if parts else ".")
     )
 
 

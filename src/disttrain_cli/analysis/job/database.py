@@ -147,14 +147,14 @@ def open_database(
         if files is not None and not all(file.exists() for file in files.all):
             raise DataError(
                 "Segments of the trace were deleted while they were read",
-                "train.keep_trace_steps deletes those of older steps while training goes on",
+                "train.keep_trace_steps deletes those of older steps during training",
                 "Run the command again.",
             ) from None
         damaged = first_damaged(files.all) if files is not None else None
         raise DataError(
             "The trace cannot be read",
             str(error).splitlines()[0],
-            f"Move the damaged {'segment' if damaged is None else damaged} away.",
+            f"Remove the damaged {'segment' if damaged is None else damaged}.",
         ) from None
     return Database(
         connection,
@@ -180,8 +180,8 @@ def _make_sources(paths: list[Path], connection: DuckDBPyConnection) -> TraceFil
     if any(path.is_file() for path in paths):
         if len(paths) > 1:
             raise DataError(
-                "A file of own traces as Chrome JSON is analysed alone",
-                f"{len(paths)} paths are given",
+                "disttrain traces exported as Chrome JSON must be analysed by themselves",
+                f"{len(paths)} paths were passed",
                 call("analyze", paths[0]),
             )
         return unpack(paths[0], connection)
@@ -250,22 +250,20 @@ def _choose_starts(connection: DuckDBPyConnection, files: TraceFiles) -> str:
     ).fetchall()
     if not starts:
         raise DataError(
-            "No row of the trace can be used",
-            "all lack coordinates or a time, or hold impossible ones",
+            "No row of the trace is usable",
+            "coordinates or times of all rows are missing or impossible",
             RECORD,
         )
     seen = connection.execute("SELECT sum(rows)::BIGINT FROM seen").fetchall()[0][0]
     if unusable := max(0, files.recorded_rows - seen):
         warnings.append(
-            f"{unusable:,} row(s) without a place or a time, or with one that cannot be, are left"
-            " out"
+            f"{unusable:,} row(s) with missing or impossible coordinates or times are left out"
         )
     coords = {str(name): coords for name, coords, _ in starts}
     last = job.run if job is not None and job.run in coords else list(coords)[-1]
     if job is not None and job.run not in coords:
         warnings.append(
-            f"job.json describes the start {job.run!r}, of which no row was written; {last!r} is"
-            " analysed"
+            f"job.json describes the start {job.run!r}, which wrote no rows; {last!r} is analysed"
         )
     alike = [
         name
@@ -275,7 +273,7 @@ def _choose_starts(connection: DuckDBPyConnection, files: TraceFiles) -> str:
     others = [name for name in coords if name not in alike]
     if others:
         warnings.append(
-            f"starts of different plans are mixed here: {last!r} is analysed,"
+            f"the traces mix starts with different plans: {last!r} is analysed,"
             f" {', '.join(map(repr, others))} left out"
         )
     known = "TRUE"
@@ -288,7 +286,7 @@ def _choose_starts(connection: DuckDBPyConnection, files: TraceFiles) -> str:
         ).fetchall()
         if foreign:
             names = ", ".join(sorted({name for (name,) in foreign}))
-            warnings.append(f"rows of {names}, which no unit of job.json is, are left out")
+            warnings.append(f"rows of {names}, which are not units of job.json, are left out")
     connection.execute(
         "CREATE TABLE kept AS SELECT step, arg_max(run, latest_ns) AS run, count(DISTINCT run) AS"
         " starts FROM seen WHERE list_contains($runs, run) GROUP BY step",
@@ -316,12 +314,12 @@ def _choose_starts(connection: DuckDBPyConnection, files: TraceFiles) -> str:
     if earlier:
         warnings.append(
             f"the traces begin at step {first:,}: those of {counted(earlier, 'earlier step')}"
-            f" {agree(earlier, 'is', 'are')} gone (train.keep_trace_steps)"
+            f" {agree(earlier, 'was', 'were')} deleted (train.keep_trace_steps)"
         )
     if repeated:
         warnings.append(
             f"{counted(repeated, 'step')} {agree(repeated, 'was', 'were')} repeated after resuming;"
-            " the last time is analysed"
+            " the last repetition is analysed"
         )
     return last
 

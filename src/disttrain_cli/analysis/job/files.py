@@ -102,8 +102,8 @@ def find_traces(paths: list[Path], connection: DuckDBPyConnection) -> TraceFiles
         again = sorted(written & ranks)
         if again:
             problems.append(
-                f"{path} holds {again[0]} once more, so it is another job and left out; "
-                f"set two jobs side by side with {spelled(argument('compare'))}"
+                f"{path} holds {again[0]} again, so it belongs to another job and is left out; "
+                f"compare two jobs with {spelled(argument('compare'))}"
             )
             continue
         _read_job(folder, traces)
@@ -120,10 +120,10 @@ def find_traces(paths: list[Path], connection: DuckDBPyConnection) -> TraceFiles
             _add_open(traces.open_segments, name, recorded, columns, problems)
         ranks |= written
         if traces.rows == before:
-            problems.append(f"{path} holds no readable trace segment")
+            problems.append(f"{path} contains no readable trace segment")
     if not traces.rows:
         raise DataError(
-            f"No trace can be read in {', '.join(str(path) for path in paths)}",
+            f"No readable trace in {', '.join(str(path) for path in paths)}",
             "; ".join(problems[:5]),
             RECORD,
         )
@@ -153,9 +153,7 @@ def _read_job(folder: Path, traces: TraceFiles) -> None:
         traces.job = read_job(folder / "job.json")
     except SpecError as error:
         why = f" ({error.why.splitlines()[0].strip()})" if error.why else ""
-        traces.warnings.append(
-            f"{error.what}{why}: no MFU, no prediction and no plan can be shown beside the trace"
-        )
+        traces.warnings.append(f"{error.what}{why}: MFU, predictions and the plan cannot be shown")
 
 
 def _readable(

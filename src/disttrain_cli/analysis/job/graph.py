@@ -48,7 +48,9 @@ def build_graph(database: Database) -> Graph | None:
     start = spread("start_s")
     whole = ~np.isnan(start).any(axis=0)
     if not whole.any():
-        database.warnings.append("no step holds every pass of every rank: steps cannot be replayed")
+        database.warnings.append(
+            "no step contains every pass of every rank: steps cannot be replayed"
+        )
         return None
     table = {
         name: spread(name)[:, whole]
@@ -71,8 +73,8 @@ def build_graph(database: Database) -> Graph | None:
     walk = _walk(columns, table, cuts)
     if walk is None:
         database.warnings.append(
-            "the recorded order of passes contradicts itself (clocks apart?): steps cannot be"
-            " replayed"
+            "the recorded order of passes is contradictory (clocks not synchronised?): steps"
+            " cannot be replayed"
         )
         return None
     columns = {name: values[walk.node] for name, values in columns.items()}

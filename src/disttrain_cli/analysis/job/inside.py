@@ -234,7 +234,7 @@ def _say(database: Database, marks: dict[int, list[dict[str, Any]]]) -> None:
     """Warn about the profiled steps, and about ranks whose two clocks differ unlike the others'."""
     steps = sorted({mark["step"] for marked in marks.values() for mark in marked})
     shown = f"step {steps[0]} was" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]} were"
-    database.warnings.append(f"{shown} recorded by torch's profiler too, which slows them")
+    database.warnings.append(f"{shown} also recorded by torch.profiler, which slows them down")
     rows = database.sql(
         # rows of weight gradients need not begin where their marks do
         "SELECT rank, step, slot, operation, module, start_ns FROM operations WHERE"
@@ -261,7 +261,7 @@ def _say(database: Database, marks: dict[int, list[dict[str, Any]]]) -> None:
     for rank, ns in apart_ns.items():
         if abs(ns - usual_ns) > TOLD_APART_NS:
             database.warnings.append(
-                f"rank {rank}: from its trace to torch's profile the clock moves by"
-                f" {(ns - usual_ns) / 1e6:+.1f} ms more than on other ranks; operations are joined"
-                " by their marks"
+                f"rank {rank}: the clock offset between its trace and torch's profile differs from"
+                f" that of other ranks by {(ns - usual_ns) / 1e6:+.1f} ms; operations are matched"
+                " by their annotations"
             )

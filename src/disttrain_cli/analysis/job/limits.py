@@ -26,7 +26,7 @@ def say_limits(database: Database, times: dict[str, Any], summary: JobSummary) -
         whole = expected_ranks(database)
         if summary.ranks < whole:
             warn(
-                f"the trace holds {summary.ranks} of {whole} ranks: figures cover only"
+                f"the trace contains {summary.ranks} of {whole} ranks: figures cover only"
                 f" {agree(summary.ranks, 'that one', 'those')}{_missing(database)}"
             )
     expected = times["last_step"] - times["first_step"] + 1

@@ -44,10 +44,10 @@ def stale(
         planned_s, expected_s = operations[0].planned / 1e3, operations[0].predicted / 1e3
         changed_s = abs(expected_s - planned_s)
         effect = (
-            f": by the profile a step with these data takes {expected_s:.3g} s, not the planned"
-            f" {planned_s:.3g} s ({100 * (expected_s / planned_s - 1):+.0f} %)"
+            f": according to the profile, a step with these data takes {expected_s:.3g} s instead"
+            f" of the planned {planned_s:.3g} s ({100 * (expected_s / planned_s - 1):+.0f} %)"
         )
-    told = f"The plan was made for other data{effect}"
+    told = f"The data differ from those that were planned for{effect}"
     database.warnings.append(f"{told}; plan again: {command}")
     if changed_s < max(
         verdict.lost_s, LEAST_SHARE * database.query("iterations")[0]["iteration_s"]

@@ -146,7 +146,7 @@ def unpack(file: Path, connection: DuckDBPyConnection) -> TraceFiles:
             file,
             reading.problem
             or reading.failure
-            or f"it ends or breaks after {reading.events} events",
+            or f"it is truncated or corrupt after {reading.events} events",
         )
     for table, columns, rows in (
         ("step_segments", STEP_COLUMNS, header.steps),
@@ -160,7 +160,7 @@ def unpack(file: Path, connection: DuckDBPyConnection) -> TraceFiles:
     try:
         job = None if header.job is None else Job.model_validate(header.job)
     except ValidationError:
-        raise _damaged(file, "its job is of another version") from None
+        raise _damaged(file, "its job was written by another version") from None
     return TraceFiles(job=job, name=header.name)
 
 
@@ -170,20 +170,20 @@ def _header(file: Path, header: dict[str, Any]) -> tuple[_Header, int]:
         ours = msgspec.convert(header.get("disttrain"), _Header)
         origin = msgspec.convert(header.get("baseTimeNanoseconds"), int)
     except msgspec.ValidationError as error:
-        raise _damaged(file, f"its header is not whole: {error}") from None
+        raise _damaged(file, f"its header is incomplete: {error}") from None
     for row in ours.ranks:
         row.setdefault("cp_rank", 0)  # files written before there was CP
     whole = all({"rank", *PLACE} <= row.keys() for row in ours.ranks) and all(
         _WINDOWS.keys() <= row.keys() for row in ours.windows
     )
     if not whole or ours.version != VERSION:
-        raise _damaged(file, "its header is not whole, or of another version")
+        raise _damaged(file, "its header is incomplete or was written by another version")
     return ours, origin
 
 
 def _damaged(file: Path, why: str) -> DataError:
     return DataError(
-        f"{file} cannot be read back",
+        f"{file} cannot be read",
         why,
         f"Write it again: {call('write_perfetto', 'RUN', file=file)}, or analyse the run itself.",
     )

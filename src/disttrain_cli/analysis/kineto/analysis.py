@@ -50,7 +50,7 @@ def analyze_kineto_database(database: KinetoDatabase) -> Analysis:
     totals, iterations = database.answer("totals")[0], database.answer("iterations")[0]
     if not totals["span_s"]:
         raise DataError(
-            "The trace holds nothing that takes time on a device or in an operator",
+            "The trace contains no event with a duration on a device or in an operator",
             "; ".join(database.warnings[:5]),
             "Record with torch.profiler.profile(activities=[ProfilerActivity.CPU,"
             " ProfilerActivity.CUDA])",
@@ -212,20 +212,20 @@ def _limits(
     said, common = [], iterations["recorded"] - iterations["partial"]
     if not iterations["recorded"]:
         said.append(
-            "no step is marked (by prof.step(), or a name that fits a step line of"
+            "no step is marked (by prof.step(), or a name that matches a step line of"
             " kernel_patterns.txt): all that was recorded counts as one step"
         )
     elif iterations["recorded"] == 1:
         said.append("only one step was recorded, so its warm-up could not be left out")
     elif not common:
         said.append(
-            f"none of {iterations['recorded']} steps is marked on every rank: all that was recorded"
+            f"none of {iterations['recorded']} steps is marked on every rank: the whole recording"
             " counts as one step"
         )
     elif common == 1:
         said.append(
             f"only step {judged.steps[0]} of {iterations['recorded']} is marked on every rank: it"
-            " is judged, though as the first it would count as warm-up and be left out, which"
+            " is analysed, although as the first it would count as warm-up and be left out, which"
             " lowers the confidence"
         )
     else:
@@ -263,7 +263,7 @@ def _limits(
         count = totals["unmatched"]
         said.append(
             f"{counted(count, 'collective')} {agree(count, 'does', 'do')} not occur equally often"
-            f" on the ranks that join {agree(count, 'it', 'them')}, so waiting there is not known"
+            f" on the ranks that join {agree(count, 'it', 'them')}, so waiting there is unknown"
         )
     if totals["lone_messages"] and database.sql("SELECT count(*) AS n FROM times")[0]["n"] > 1:
         count = totals["lone_messages"]
@@ -271,7 +271,7 @@ def _limits(
             f"{count} {agree(count, 'send or receive', 'sends and receives')},"
             f" {100 * totals['lone_messages_share']:.0f} % of the time of communication,"
             f" {agree(count, 'is', 'are')} not matched (the arguments name no peer, or its trace"
-            " lacks the other end), so waiting there is not known"
+            " lacks the other end), so waiting there is unknown"
         )
     if totals["matched"] > totals["waited"]:
         strays = totals["matched"] - totals["waited"]

@@ -68,12 +68,10 @@ ANSWERS = (
 
 #: Queries that repair times of kernels, and how the repaired kernels are reported.
 IMPOSSIBLE = {
-    "misplaced": (
-        "left out: the start lies long before the launch, or far outside of the recording"
-    ),
+    "misplaced": ("left out: the start is long before the launch, or far outside the recording"),
     "overlong": (
-        "shortened, to end at the latest where the next one begins: the end lies beyond that of"
-        " later ones of the stream, or of all that was recorded"
+        "shortened to end before the next one begins: the end is beyond that of later ones of the"
+        " stream, or beyond the whole recording"
     ),
 }
 
@@ -155,9 +153,9 @@ def _fill(
     rows.flush()
     if not read:
         raise DataError(
-            "No trace can be read here",
+            "No readable trace here",
             "; ".join(warnings[:5]),
-            "Name Kineto or Chrome JSON files, as torch.profiler writes them, or a folder of them.",
+            "Pass Kineto or Chrome JSON files, as torch.profiler writes them, or a folder of them.",
         )
     _insert(connection, "names", _table(strings.names))
     categories = list(strings.categories)
@@ -197,8 +195,8 @@ def _fill(
     for (unpaired,) in _fitting(connection, query_text("kineto/pairs"), more):
         if unpaired:
             warnings.append(
-                f"{counted(unpaired, 'begin or end mark')} {agree(unpaired, 'has', 'have')} no"
-                f" partner and {agree(unpaired, 'is', 'are')} left out"
+                f"{counted(unpaired, 'begin or end mark')} {agree(unpaired, 'is', 'are')} unmatched"
+                " and left out"
             )
     connection.execute("DROP TABLE marks")
     return read, strings
@@ -221,8 +219,8 @@ def _derive(connection: DuckDBPyConnection, more: Iterator[str], warnings: list[
 
     for name, events in ask("doubles"):
         warnings.append(
-            f"{counted(events, 'event')} of {name} {agree(events, 'is', 'are')} there more than"
-            f" once and {agree(events, 'counts', 'count')} once"
+            f"{counted(events, 'event')} of {name} {agree(events, 'is', 'are')} duplicated and"
+            f" {agree(events, 'counts', 'count')} once"
         )
     ask("launches")
     for name, what in IMPOSSIBLE.items():
@@ -239,8 +237,8 @@ def _derive(connection: DuckDBPyConnection, more: Iterator[str], warnings: list[
         ask("operators")
     if understood == "nothing":
         warnings.append(
-            "the traces hold no kernels: figures are of operators on the CPU, or of all events"
-            " where none is known as an operator"
+            "the traces contain no kernels: figures cover operators on the CPU, or all events if"
+            " none is known to be an operator"
         )
     if not connection.execute("SELECT count(*) FROM raw_kernels WHERE measured").fetchall()[0][0]:
         connection.execute(
@@ -248,8 +246,7 @@ def _derive(connection: DuckDBPyConnection, more: Iterator[str], warnings: list[
         )
         if connection.execute("SELECT count(*) FROM steps").fetchall()[0][0]:
             warnings.append(
-                "nothing was launched in the marked profiler steps: all that was recorded is"
-                " measured"
+                "nothing was launched in the marked profiler steps: the whole recording is measured"
             )
     for name in (
         "matches",
@@ -437,14 +434,14 @@ def _about(path: Path, reading: Reading, any_rows: bool) -> list[str]:
         return [f"{path.name} {reading.problem}; left out"]
     said = []
     if not any_rows:
-        said.append(f"{path.name} holds no event with a time; left out")
+        said.append(f"{path.name} contains no event with a time; left out")
     if reading.truncated:
         said.append(
-            f"{path.name} ends in the middle: the {reading.events} events before that are analysed"
+            f"{path.name} is truncated: the {reading.events} events before the end are analysed"
         )
     if reading.unreadable:
         said.append(
             f"{counted(reading.unreadable, 'event')} of {path.name}"
-            f" {agree(reading.unreadable, 'is', 'are')} broken and left out"
+            f" {agree(reading.unreadable, 'is', 'are')} malformed and left out"
         )
     return said

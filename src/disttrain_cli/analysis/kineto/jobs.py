@@ -105,12 +105,12 @@ def align(files: list[TraceFile]) -> list[str]:
     if len(silent) > len(lost):
         said.append(
             f"{_some([file for file in silent if file not in lost])} without baseTimeNanoseconds,"
-            " which other files have: times are taken to count from 1970"
+            " which other files have: times are assumed to count from 1970"
         )
     if lost:
         said.append(
-            f"{_some(lost)} without baseTimeNanoseconds, which other files have: it is not known"
-            " from when the times count, so they are set to begin with the others; waiting between"
+            f"{_some(lost)} without baseTimeNanoseconds, which other files have: the origin of"
+            " their times is unknown, so they are shifted to begin with the others; waiting between"
             " them is known only where collectives end on both"
         )
     return said
@@ -134,19 +134,19 @@ def choose_job(files: list[TraceFile], named: Sequence[int]) -> list[str]:
                     for size in sorted(sizes)
                 ]
             ),
-            "another world size",
+            "different world size",
         )
     windows = _windows([file for file in files if file.kept])
     if len(windows) > 1:
         said += _keep(
-            files, _largest(windows), "another time: another job, or another window of this one"
+            files, _largest(windows), "different time: another job, or another window of this job"
         )
     kept = [file for file in files if file.kept]
     first: dict[int | None, TraceFile] = {}
     for file in kept:
         if first.setdefault(file.rank, file) is not file:
             file.kept = False
-            said.append(f"{file.path.name} holds rank {file.rank} once more; left out")
+            said.append(f"{file.path.name} contains rank {file.rank} again; left out")
     return said
 
 
@@ -313,7 +313,7 @@ def _keep(files: list[TraceFile], group: list[TraceFile], why: str) -> list[str]
     for file in left_out:
         file.kept = False
     return [
-        f"two jobs or more are mixed here: {_some(left_out)} left out ({why}); {_some(group)}"
+        f"traces of several jobs are mixed: {_some(left_out)} left out ({why}); {_some(group)}"
         " analysed"
     ]
 

@@ -77,9 +77,7 @@ def pattern_texts() -> dict[str, str]:
     try:
         theirs = path.read_text(encoding="utf-8") if path.is_file() else ""
     except (OSError, UnicodeDecodeError) as error:
-        raise SpecError(
-            f"{path} cannot be read", str(error), "Write it again, or move it away."
-        ) from None
+        raise SpecError(f"{path} cannot be read", str(error), "Rewrite or remove it.") from None
     return {str(path): theirs, _OURS: ours.read_text(encoding="utf-8")}
 
 

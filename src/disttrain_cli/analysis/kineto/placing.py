@@ -118,7 +118,7 @@ def _split(
             file.rank = next(iter(ranks.values()))
         told = [strings.ranks_told.get(thread, set()) for thread in threads]
         mixed = [len(numbers) for numbers in told if len(numbers) > 1 and min(numbers) >= 0]
-        why = "their numbers stand beside one another in the arguments of one thread"
+        why = "their numbers occur together in the arguments of one thread"
         return [file], [_crowd(file, max(mixed), why)] if mixed else []
     parts: dict[int, TraceFile] = {}
     lost = 0
@@ -154,8 +154,9 @@ def _split(
     _share_marks(connection, file, list(parts.values()))
     in_order = any(rank != label for label, rank in ranks.items())
     said = [
-        f"{file.path.name} holds {counted(len(parts), 'rank')}, as its processes, threads or"
-        " arguments tell" + (": they are numbered in the order of their labels" if in_order else "")
+        f"{file.path.name} contains {counted(len(parts), 'rank')}, according to its processes,"
+        " threads or arguments"
+        + (": they are numbered in the order of their labels" if in_order else "")
     ]
     if lost:
         said.append(
@@ -210,7 +211,7 @@ def _split_devices(connection: DuckDBPyConnection, files: list[TraceFile], free:
             connection.execute(statement)
         at = files.index(file)
         files[at : at + 1] = parts
-        said.append(f"{file.path.name} holds {len(parts)} devices: each is read as a rank")
+        said.append(f"{file.path.name} contains {len(parts)} devices: each is read as a rank")
     return said
 
 
@@ -276,7 +277,7 @@ def _crowds(connection: DuckDBPyConnection, files: dict[int, TraceFile]) -> list
         _crowd(
             files[number],
             processes,
-            f"{processes} processes run operators, launch kernels, or hold the same events",
+            f"{processes} processes run operators, launch kernels, or contain the same events",
         )
         for number, processes in connection.execute(query_text("kineto/crowds")).fetchall()
         if number in files
@@ -286,7 +287,7 @@ def _crowds(connection: DuckDBPyConnection, files: dict[int, TraceFile]) -> list
 def _crowd(file: TraceFile, ranks: int, why: str) -> str:
     file.holds = ranks
     return (
-        f"{file.path.name} seems to hold several ranks ({why}), and nothing tells which is which:"
-        " it is read as one rank, so their times add up and waiting for one another is not seen."
+        f"{file.path.name} seems to contain several ranks ({why}) that cannot be separated: it is"
+        " read as one rank, so their times add up and waiting between them is not visible."
         f" {TELL_RANKS_APART}"
     )

@@ -213,9 +213,9 @@ def _to_the_array(chunks: Iterator[bytes], reading: Reading) -> tuple[bytes, boo
     reading.problem = (
         "is empty"
         if not members.begins
-        else "holds no traceEvents"
+        else "contains no traceEvents"
         if members.begins == b"{"
-        else "is no JSON"
+        else "is not JSON"
     )
     return b"", False
 

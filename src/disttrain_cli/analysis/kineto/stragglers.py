@@ -58,7 +58,7 @@ def mended(
         )
         + "".join(alone)
         + "".join(_more(late, span_s) for late in others)
-        + (f" Nearly all of it is in step {single}." if single is not None else ""),
+        + (f" Nearly all of the saving is in step {single}." if single is not None else ""),
         place=Place(rank=first.ranks[0]),
         lost_s=min(sum(float(each.gain_s.mean()) for each in losses.stragglers), span_s),
         confidence=(1 - first.chance)
@@ -72,7 +72,11 @@ def mended(
                 value=first.turns.last / first.turns.joined,
                 unit="share",
             ),
-            Evidence(what=f"waiting for {who.lower()}, of all", value=first.share, unit="share"),
+            Evidence(
+                what=f"waiting for {who.lower()}, share of all waiting",
+                value=first.share,
+                unit="share",
+            ),
             Evidence(what=P_VALUE, value=first.chance, unit="probability"),
             *(
                 Evidence(
@@ -116,7 +120,7 @@ def _why(losses: Losses, late: Late, database: KinetoDatabase, understood: bool)
     if not understood:
         return (
             f"Between {'its' if one else 'their'} collectives {who.lower()} take{'s' * one} longer"
-            " than the others; as no work of devices is recorded, these traces do not show whether"
+            " than the others; as no device work is recorded, these traces do not show whether"
             " devices, hosts or data are slow."
         )
     longer = {part: value / len(late.ranks) for part, value in losses.longer_of(late.ranks).items()}
@@ -134,8 +138,8 @@ def _why(losses: Losses, late: Late, database: KinetoDatabase, understood: bool)
         )
     return (
         f"{'Its device does' if one else 'Their devices do'} not compute longer than the others':"
-        f" {'its host is' if one else 'their hosts are'} late. Check the CPU of {who.lower()}:"
-        f" {_ITS_HOST}"
+        f" {'its host delays it' if one else 'their hosts delay them'}. Check the CPU of"
+        f" {who.lower()}: {_ITS_HOST}"
     )
 
 
@@ -198,13 +202,13 @@ def costs(value_s: float, span_s: float) -> str:
 def _before(rank: int, it: dict[str, Any], others: dict[str, Any]) -> list[Evidence]:
     return [
         Evidence(
-            what=f"rank {rank}: from its collective or message before to these",
+            what=f"rank {rank}: time since its previous collective or message",
             value=it["gap_s"],
             unit="s",
         ),
-        Evidence(what="the others: the same", value=others["gap_s"], unit="s"),
+        Evidence(what="the other ranks: the same", value=others["gap_s"], unit="s"),
         Evidence(what=f"rank {rank}: compute in that time", value=it["compute_s"], unit="s"),
-        Evidence(what="the others: the same", value=others["compute_s"], unit="s"),
+        Evidence(what="the other ranks: the same", value=others["compute_s"], unit="s"),
     ]
 
 
@@ -250,7 +254,7 @@ def waited_for(
         f" {_more_work([rank], losses, database)}"
         if works_longer
         else (
-            "Before them its device does not compute longer than the others': its host is late."
+            "Before them its device does not compute longer than the others': its host delays it."
             f" Check the CPU of rank {rank}: {_ITS_HOST}"
         )
     )
@@ -273,13 +277,17 @@ def waited_for(
                 unit="share",
             ),
             Evidence(
-                what="the same, if all ranks were last equally often",
+                what="expected if all ranks were last equally often",
                 value=straggler.turns.expected / straggler.turns.joined,
                 unit="share",
             ),
             Evidence(what=P_VALUE, value=straggler.chance, unit="probability"),
             *(
-                Evidence(what=f"waiting for rank {one.rank}, of all", value=one.share, unit="share")
+                Evidence(
+                    what=f"waiting for rank {one.rank}, share of all waiting",
+                    value=one.share,
+                    unit="share",
+                )
                 for one in dict.fromkeys([straggler, *costly])
             ),
             *_before(rank, it, others),
@@ -303,8 +311,10 @@ def _last_into(one: Blame, losses: Losses | None = None) -> str:
     turns = min(one.turns, one.costly, key=lambda turns: tail(*turns))
     if turns != one.turns:
         noun = "collectives" if losses is None else _met(losses)
-        return f"last into {turns.last} of the {turns.joined} {noun} that others wait long in"
-    return f"last into {turns.last} of " + (
+        return (
+            f"the last to join {turns.last} of the {turns.joined} {noun} in which others wait long"
+        )
+    return f"the last to join {turns.last} of " + (
         str(turns.joined) if losses is None else _met(losses, turns.joined)
     )
 

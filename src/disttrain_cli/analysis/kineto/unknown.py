@@ -33,8 +33,7 @@ _KERNELS = (
 )
 _IDLE = 'disttrain analyze --sql "SELECT * FROM step_times ORDER BY rank, step"'
 _MEASURED = (
-    "Still measured: the ranks, what is marked as steps, and the time of the events, in the tables"
-    " below."
+    "Still measured, in the tables below: the ranks, the marked steps, and the time of the events."
 )
 
 
@@ -44,7 +43,7 @@ def not_understood(losses: Losses, database: KinetoDatabase) -> Verdict:
     step_s = database.answer("iterations")[0]["mean_s"]
     evidence = [
         Evidence(
-            what="recorded, from the first event to the last, mean over the ranks",
+            what="recording, from the first event to the last, mean over the ranks",
             value=database.answer("totals")[0]["span_s"],
             unit="s",
         )
@@ -54,7 +53,7 @@ def not_understood(losses: Losses, database: KinetoDatabase) -> Verdict:
     evidence += [
         Evidence(
             what=(
-                "not known as work of a device, per rank: "
+                "not identified as device work, per rank: "
                 f"{_short(row['family'])}, {row['count']} times"
             ),
             value=row["s"] / len(losses.ranks),
@@ -66,14 +65,14 @@ def not_understood(losses: Losses, database: KinetoDatabase) -> Verdict:
         straggler = losses.straggler
         evidence.append(
             Evidence(
-                what=f"collectives outside of devices: last into them is rank {straggler.rank}",
+                what=f"host-side collectives: rank {straggler.rank} joins last",
                 value=straggler.turns.last / straggler.turns.joined,
                 unit="share of collectives",
             )
         )
     if not strange:
         return _unknown(
-            "nothing that was recorded is known as work of a device, and no other event lasts",
+            "no recorded event can be identified as device work, and no other event has a duration",
             f"Record the devices too (ProfilerActivity.CUDA or XPU). {_MEASURED}",
             _EVENTS,
             evidence,
@@ -81,18 +80,17 @@ def not_understood(losses: Losses, database: KinetoDatabase) -> Verdict:
     if all(row["operators"] for row in strange):
         lines = r'"compute ^aten::" and "communication ^(gloo|mpi):"'
         return _unknown(
-            "nothing that was recorded is known as work of a device: only operators of the CPU are"
-            " there",
+            "no recorded event can be identified as device work: only CPU operators were recorded",
             "Record the devices too (activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA] or"
-            f" XPU). {_MEASURED} If the CPU is the device, say so with the lines {lines} in"
+            f" XPU). {_MEASURED} If the CPU is the device, declare it by the lines {lines} in"
             f" {users_patterns()}.",
             _EVENTS,
             evidence,
         )
     names = ", ".join(_short(row["family"]) for row in strange[:3])
     return _unknown(
-        f"nothing that was recorded is known as work of a device. What takes longest: {names}",
-        "If these events are work of devices, classify them: add lines such as"
+        f"no recorded event can be identified as device work. The longest events: {names}",
+        "If these events are device work, classify them: add lines such as"
         f" {_lines(strange)} to {users_patterns()}, then analyse again. {_MEASURED}",
         _EVENTS,
         evidence,
@@ -111,7 +109,7 @@ def unclassified(share: float, database: KinetoDatabase, evidence: list[Evidence
         [
             *evidence,
             Evidence(
-                what="kernels of unknown kind",
+                what="unclassified kernels",
                 value=share,
                 unit="share of the kernels' time",
             ),
@@ -131,8 +129,8 @@ def idle_without_reason(
         return _unknown(
             f"the devices seem to idle {of_step}, but {100 * repaired:.0f} % of the kernels had"
             " impossible times and were left out or shortened, so they may have run then",
-            "Record again, with a newer profiler where one is at hand: the kernels' times cannot be"
-            " relied upon.",
+            "Record again, with a newer profiler if there is one: the kernels' times are"
+            " unreliable.",
             _IDLE,
             evidence,
             parts["queued"] + parts["unrecorded"],
@@ -141,18 +139,18 @@ def idle_without_reason(
         return _unknown(
             f"the devices idle {of_step} although their next kernel was launched long before, so it"
             " waited for something other than its host",
-            "Look for what kernels wait for on the device: other streams, events, memory that"
+            "Find out what kernels wait for on the device: other streams, events, memory that"
             " another device writes, or a collective that was not recorded.",
             _IDLE,
             evidence,
             parts["queued"] + parts["unrecorded"],
         )
     return _unknown(
-        f"the devices idle {of_step}, and nothing that was recorded says why"
+        f"the devices idle {of_step} for no recorded reason"
         + (f": in one long gap of a step, {gap.text}" if gap else ""),
         "Record what the hosts do: ProfilerActivity.CPU, with_stack=True, or"
-        " torch.profiler.record_function around the loading of data and whatever else runs between"
-        " steps. If other events are work of the devices, name them in"
+        " torch.profiler.record_function around data loading and everything else between steps."
+        " If other events are device work, add them to"
         f" {users_patterns()}.",
         gap.command if gap else _IDLE,
         evidence,
@@ -163,8 +161,7 @@ def idle_without_reason(
 def crowded(evidence: list[Evidence]) -> Verdict:
     """Return the verdict if several ranks of a file cannot be separated and are read as one."""
     return _unknown(
-        "several ranks in one file are read as one, as nothing tells which is which, so their times"
-        " add up",
+        "several ranks in one file cannot be separated and are read as one, so their times add up",
         TELL_RANKS_APART,
         _EVENTS,
         evidence,
@@ -181,13 +178,17 @@ def may_be_chance(
     rank, often = straggler.rank, counted(straggler.costly.joined, "collective")
     return _unknown(
         f"communication costs {of_step}, and {100 * straggler.share:.0f} % of the waiting is for"
-        f" rank {rank}, but others wait long in {often} only, which may be chance",
-        f"Record more steps; if the others still wait for rank {rank}, look at its host, its data"
+        f" rank {rank}, but others wait long in only {often}, which may be chance",
+        f"Record more steps; if the others still wait for rank {rank}, check its host, its data"
         " and its compute.",
         LATEST,
         [
             *evidence,
-            Evidence(what=f"waiting for rank {rank}, of all", value=straggler.share, unit="share"),
+            Evidence(
+                what=f"waiting for rank {rank}, share of all waiting",
+                value=straggler.share,
+                unit="share",
+            ),
             Evidence(what=P_VALUE, value=straggler.chance, unit="probability"),
         ],
         lost_s,
@@ -208,10 +209,10 @@ def may_wait_for_missing(
     who = name_ranks(missing)
     traces = agree(len(missing), "trace is", "traces are")
     return _unknown(
-        f"communication that no compute hides costs {of_step}, and may be waiting for {who}, whose"
+        f"exposed communication costs {of_step}, and may be waiting for {who}, whose"
         f" {traces} missing",
-        f"Add the {agree(len(missing), 'trace', 'traces')} of {who} and analyse again: only with"
-        " all ranks is waiting told from slow communication.",
+        f"Add the {agree(len(missing), 'trace', 'traces')} of {who} and analyse again: waiting"
+        " can be distinguished from slow communication only with the traces of all ranks.",
         command,
         evidence,
         lost_s,
@@ -221,8 +222,8 @@ def may_wait_for_missing(
 def no_compute(evidence: list[Evidence]) -> Verdict:
     """Return the verdict if the devices only communicated, without any compute to compare with."""
     return _unknown(
-        "only communication of the devices was recorded, and no compute that could hide it or be"
-        " waited for",
+        "only communication was recorded on the devices, and no compute that could overlap with it"
+        " or delay it",
         f"Record all kernels of the devices, not only those of collectives. {_MEASURED}",
         _EVENTS,
         evidence,

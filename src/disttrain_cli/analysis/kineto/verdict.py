@@ -111,7 +111,7 @@ def _of_usual_step(losses: Losses, database: KinetoDatabase) -> Verdict:
     }
     evidence = [
         Evidence(
-            what="a step" if losses.marked else "recorded, from the first kernel to the last",
+            what="a step" if losses.marked else "recording, from the first kernel to the last",
             value=step_s,
             unit="s",
         ),
@@ -125,16 +125,14 @@ def _of_usual_step(losses: Losses, database: KinetoDatabase) -> Verdict:
     if losses.at_messages > 0:
         evidence.append(
             Evidence(
-                what="waiting at sends and receives, of all waiting",
+                what="waiting at sends and receives, share of all waiting",
                 value=losses.at_messages,
                 unit="share",
             )
         )
     if losses.present < 1:
         evidence.append(
-            Evidence(
-                what="ranks whose traces are there", value=losses.present, unit="share of ranks"
-            )
+            Evidence(what="ranks with traces", value=losses.present, unit="share of ranks")
         )
     if losses.crowded and losses.unclassified <= MOST_UNCLASSIFIED:
         return crowded(evidence)
@@ -177,8 +175,8 @@ def _of_usual_step(losses: Losses, database: KinetoDatabase) -> Verdict:
         told = _OR_WAITING
     if largest == "others" and losses.at_messages > 0.5:
         told = (
-            "Ranks wait for one another's messages, none longer than the warm-up and drain of its"
-            " pipeline explains"
+            "Ranks wait for one another's messages, none longer than the warm-up and drain of the"
+            " pipeline explain"
         )
     elif largest == "others" and straggler and straggler.share >= MOST_WAITING:
         return may_be_chance(
@@ -218,7 +216,7 @@ def _with_larger(losses: Losses, verdict: Verdict, means: dict[str, float]) -> V
     if cause == "worker" or lost_s[cause] <= verdict.lost_s:
         return verdict
     if cause == "unexplained":
-        told, advice = "The devices idle, and nothing that was recorded says why", ""
+        told, advice = "The devices idle for no recorded reason", ""
     else:
         largest = _largest(cause, means)
         told, advice, _ = _DETAILS[largest]
@@ -309,7 +307,7 @@ def _not_one(losses: Losses) -> list[Evidence]:
         return []
     return [
         Evidence(
-            what=f"rank {straggler.rank} is waited for most: last into",
+            what=f"rank {straggler.rank} (most waited for) joins last",
             value=straggler.turns.last / straggler.turns.joined,
             unit=(
                 "share of collectives"
@@ -317,7 +315,7 @@ def _not_one(losses: Losses) -> list[Evidence]:
                 else "share of collectives and messages"
             ),
         ),
-        Evidence(what="waiting for it, of all", value=straggler.share, unit="share"),
+        Evidence(what="waiting for it, share of all waiting", value=straggler.share, unit="share"),
         Evidence(what=P_VALUE, value=straggler.chance, unit="probability"),
     ]
 
@@ -356,14 +354,14 @@ _WHAT = {
     ),
     "host_copies": "copies between host and device not overlapped with compute",
     "device_copies": "copies and fills of device memory not overlapped with compute",
-    "queued": "idle though the next kernel was launched",
-    "unrecorded": "idle, and nothing that was recorded says why",
+    "queued": "idle although the next kernel was launched",
+    "unrecorded": "idle for no recorded reason",
 }
 _HOST = (
     "The devices wait for their hosts to launch work",
     (
-        "Launch less and larger: torch.compile or CUDA graphs, fused optimizers, larger batches;"
-        " and avoid what waits for the device (.item(), .cpu(), printing losses)."
+        "Launch fewer and larger kernels: torch.compile or CUDA graphs, fused optimizers, larger"
+        " batches; and avoid synchronising with the device (.item(), .cpu(), printing losses)."
     ),
     (
         'disttrain analyze --sql "SELECT name, count(*), sum(duration_ns) / 1e6 AS ms FROM events'
@@ -371,7 +369,7 @@ _HOST = (
     ),
 )
 _ONE_GAP = (
-    "Launching less does not shorten a single gap: move what the host does in it off the training"
+    "Fewer launches do not shorten a single gap: move the host's work in it off the training"
     " loop (another thread or process, asynchronous saving and logging), or do it in fewer steps."
 )
 _OR_WAITING = (
@@ -384,7 +382,7 @@ _DETAILS = {
     "data": (
         "The devices wait for data",
         (
-            "Prepare more ahead: more DataLoader workers, a larger prefetch_factor, pin_memory and"
+            "Prefetch more: more DataLoader workers, a larger prefetch_factor, pin_memory and"
             " non_blocking copies."
         ),
         (
@@ -402,7 +400,7 @@ _DETAILS = {
         LATEST,
     ),
     "host_waits": (
-        "Hosts wait for one another outside of the devices (barriers, gloo)",
+        "Hosts wait for one another in host-side communication (barriers, gloo)",
         (
             "Remove barriers and object collectives from the training loop, or run them less often:"
             " the devices idle until the last host has joined."
@@ -417,8 +415,8 @@ _DETAILS = {
         "Communication is not overlapped with compute",
         (
             "Overlap it (gradient buckets, prefetching of shards), send less (lower precision,"
-            " larger microbatches per reduction), or place the groups that talk most on the fastest"
-            " links."
+            " larger microbatches per reduction), or place the groups with most traffic on the"
+            " fastest links."
         ),
         (
             'disttrain analyze --sql "SELECT operation, process_group, count(*), sum(end_ns -'
@@ -442,8 +440,8 @@ _DETAILS = {
     "host_copies": (
         "Copies between host and device are not overlapped with compute",
         (
-            "Pin the memory and copy with non_blocking=True on a stream of its own; keep on the"
-            " device what is used again."
+            "Pin the memory and copy with non_blocking=True on a separate stream; keep reused data"
+            " on the device."
         ),
         (
             'disttrain analyze --sql "SELECT name, count(*), sum(bytes) / 1e6 AS mb, sum(end_ns -'

@@ -23,7 +23,7 @@ _PATH = {
     "compute": ("compute", "Compute"),
     "communication": ("communication", "Communication"),
     "memory": ("memory", "Copies"),
-    "unclassified": ("other", "Kernels of no known kind"),
+    "unclassified": ("other", "Unclassified kernels"),
     "host": ("gap", "Host, while the device waits"),
     "launch": ("load", "Launches and gaps"),
 }
@@ -56,13 +56,13 @@ def collective_kinds(analysis: Analysis) -> str:
         section(
             "Collectives by kind",
             "Transfer: from the last arrival to the last end. Wait: of the rank that waited "
-            "longest. Bandwidth of a rank’s link as nccl-tests counts it (busbw), median.",
+            "longest. Bandwidth: median bus bandwidth as defined by nccl-tests (busbw).",
             table(
                 [
                     "Kind",
                     "Ranks",
                     "Count",
-                    "Bytes of a rank",
+                    "Bytes per rank",
                     "Transfer p50",
                     "p95",
                     "longest",
@@ -109,21 +109,20 @@ def operators(analysis: Analysis) -> str:
         "Shapes",
         "Type",
         "Calls",
-        "In all",
-        "Of compute",
-        "FLOPs of a call",
+        "Total",
+        "Share of compute",
+        "FLOPs per call",
         "TFLOP/s",
         "FLOPs per byte",
         "Roof",
-        "Of the roof",
+        "Share of roof",
         "Bound by",
     ]
     unknown = (
         ""
         if any(row.roof_tflops is not None for row in analysis.operators)
         else (
-            " The roof is not known: the catalogue lacks this device or its figures for these"
-            " types."
+            " The roof is unknown: the catalogue lacks this device or its figures for these types."
         )
     )
     rest = (
@@ -132,9 +131,9 @@ def operators(analysis: Analysis) -> str:
     return (
         section(
             "FLOPs by operator",
-            "By shapes, as executed, over the time of the kernels that each launches. The roof is"
-            " the device’s peak, or its memory bandwidth times the FLOPs per byte, whichever is"
-            " less (fp32 without TF32)." + unknown,
+            "FLOPs from the recorded shapes ÷ time of the kernels that each operator launches. The"
+            " roof is the smaller of the device’s peak and its memory bandwidth times the FLOPs per"
+            " byte (fp32 without TF32)." + unknown,
             table(head, rows[:SHOWN], label="FLOPs by operator") + rest,
             "operators-flops",
         )
@@ -169,12 +168,12 @@ def critical_path(analysis: Analysis) -> str:
     step = "everything recorded" if path.step is None else f"step {path.step}"
     return section(
         "Critical path",
-        f"Of {step}: {seconds(path.length_us / 1e6)}, backwards from the last kernel to what had to"
-        f" end before, over hosts and ranks. It runs through {ranks}.",
+        f"Of {step}: {seconds(path.length_us / 1e6)}, traced back from the last kernel through its"
+        f" dependencies on hosts and ranks. It runs through {ranks}.",
         bar
         + folded(
             f"Parts ({len(rows)})",
-            table(["Kernel", "Kind", "Rank", "Times", "On the path", "Share"], rows),
+            table(["Kernel", "Kind", "Rank", "Count", "On the path", "Share"], rows),
         ),
         "critical-path",
     )
@@ -218,7 +217,7 @@ def launches(analysis: Analysis) -> str:
         "Rank",
         "Launched",
         "Shorter than their launch",
-        "share",
+        "Share",
         "Kernel p50",
         "Call p50",
         "Delay p50",
@@ -229,7 +228,7 @@ def launches(analysis: Analysis) -> str:
         "Launches",
         "Kernels, copies and fills; the delay is from the end of the call to the start on the"
         " device. Many kernels that are shorter than the call that launches them, and an empty"
-        " queue, mean that the host sets the pace.",
+        " queue, mean that the job is bound by the host.",
         table(head, rows[:SHOWN], label="Launches")
         + (
             folded(counted(len(rows) - SHOWN, "more rank"), table(head, rows[SHOWN:]))

@@ -46,7 +46,7 @@ def generated(images: list[Path]) -> str:
                 "images",
             ),
             _part(
-                "Written by the model about images",
+                "Descriptions of images by the model",
                 _of_read(samples),
                 [
                     _figure(path, f"Read: {path.stem}", _read_caption(read[path]))
@@ -78,14 +78,14 @@ def _answers(folder: Path, samples: Samples) -> str:
     ]
     return section(
         "Answers to held-out conversations",
-        "After the last step of the run: what the model says last, and what the data say. "
-        f"{samples.matched} of {len(samples.answers)} are those of the data, word for word."
+        "After the last step of the run: the model's last answer, and that of the data. "
+        f"{samples.matched} of {len(samples.answers)} match the data exactly."
         + "".join(
             f" Mean {escape(name)}: {mean:.3f}."
             for name, mean in samples.metrics.items()
             if name != "exact_match"
         ),
-        table(["Asked", "Model", "Data"], rows),
+        table(["Prompt", "Model", "Data"], rows),
         "answers",
     )
 
@@ -95,10 +95,10 @@ def _of_drawn(samples: Samples | None) -> str:
         return "After the last step of the run."
     count, all_ = samples.recognised, len(samples.drawn)
     known = samples.judge.accuracy
-    right = "" if known is None else f", right about {percent(known)} of held-out real ones"
+    right = "" if known is None else f", accuracy {percent(known)} on held-out real images"
     return (
-        f"After the last step of the run. In {count} of {all_} images a judge sees what was asked"
-        f" for ({escape(samples.judge.name)}{right})."
+        f"After the last step of the run. In {count} of {all_} images a judge recognises what the"
+        f" prompt requested ({escape(samples.judge.name)}{right})."
     )
 
 
@@ -106,8 +106,8 @@ def _of_read(samples: Samples | None) -> str:
     if samples is None or samples.judge is None or not samples.written:
         return "After the last step of the run."
     return (
-        f"Of {len(samples.written)} images that were held out of training, the text names what "
-        f"{samples.named} show."
+        f"For {samples.named} of {len(samples.written)} images held out of training, the text names"
+        " what the image shows."
     )
 
 

@@ -20,10 +20,10 @@ def heat_maps(cells: Sequence[dict[str, Any]]) -> str:
     """Return both maps and their figures as a table; empty text if there are no cells."""
     if not cells:
         return ""
-    drawn = _map("time", cells, "ratio", "Compute of a slot in ms, against the unit’s mean")
+    drawn = _map("time", cells, "ratio", "Compute of a slot in ms, relative to the unit’s mean")
     if any(cell["normalised"] is not None for cell in cells):
         drawn += _map(
-            "work", cells, "normalised", "The same, against the time that its work should take"
+            "work", cells, "normalised", "The same, relative to the time that its work should take"
         )
     rows = [
         [
@@ -37,9 +37,7 @@ def heat_maps(cells: Sequence[dict[str, Any]]) -> str:
     ]
     return drawn + folded(
         "As a table",
-        table(
-            ["Stage", "Replica", "Compute of a slot", "of the mean", "of the mean, same work"], rows
-        ),
+        table(["Stage", "Replica", "Compute of a slot", "÷ mean", "÷ mean, same work"], rows),
     )
 
 

@@ -85,7 +85,7 @@ def body(analysis: Analysis, pictures: Pictures, images: list[Path]) -> str:
         (devices.collective_kinds(analysis), ""),
         (
             tables.collectives(analysis),
-            "Collectives: none was matched over ranks." if analysis.format == "kineto" else "",
+            "Collectives: none was matched across ranks." if analysis.format == "kineto" else "",
         ),
         (tables.kernels(analysis), ""),
         (

@@ -44,10 +44,11 @@ def remedies(analysis: Analysis) -> str:
     return (
         section(
             "What would help",
-            "One change at a time, everything else as recorded, so savings do not add up: by replay"
-            " of the recorded steps, or, for a new plan, by the planner with this run’s times.",
+            "One change at a time, everything else as recorded, so savings do not add up."
+            " Estimated by replaying the recorded steps, or, for a new plan, by the planner with"
+            " this run’s times.",
             table(
-                ["With", "Devices", "Step", "Saved", "Of the step", "Next"],
+                ["Change", "Devices", "Step", "Saved", "Share of step", "Next command"],
                 rows,
                 label="What would help",
             ),
@@ -89,10 +90,10 @@ def what_if(analysis: Analysis) -> str:
     sentence = ", ".join(part for part in shares if part)
     return section(
         "What if",
-        "In the definition of the study “Understanding Stragglers in Large Model Training Using"
-        f" What-if Analysis”, ideals over all stages alike: S = <b>{search.slowdown:.4f}</b>."
-        f" {sentence}{'.' if sentence else ''} Below: the slowdown if only one of them were as"
-        f" recorded; at most {MOST_GROUPS} of a kind.",
+        "As defined by the study “Understanding Stragglers in Large Model Training Using"
+        f" What-if Analysis”, with ideals over all stages: S = <b>{search.slowdown:.4f}</b>."
+        f" {sentence}{'.' if sentence else ''} Below: the slowdown with only one of them as"
+        f" recorded; at most {MOST_GROUPS} per kind.",
         folded(
             f"By stage, replica and operation ({len(rows)})",
             table(["As recorded", "Slowdown"], rows, narrow=True),
@@ -132,10 +133,10 @@ def predicted(analysis: Analysis) -> str:
         )
     return section(
         "Predicted against measured",
-        "The plan is for mean data; the profile’s prediction for the recorded sizes shows how much"
-        " of the error is its own.",
+        "The plan predicts mean data; the prediction for the recorded sizes shows how much of the"
+        " error is due to the profile.",
         table(
-            ["Figure", "Measured", "Plan", "off by", "Profile, same work", "off by"],
+            ["Figure", "Measured", "Plan", "Error", "Profile, same work", "Error"],
             cells,
             label="Predicted against measured",
         ),
@@ -149,15 +150,15 @@ def operations(analysis: Analysis) -> str:
     if not rows:
         return ""
     head = [
-        "Where",
+        "Location",
         "Operation",
         "Plan",
         "Profile, same work",
         "Measured",
-        "off by",
+        "Error",
         "Per step",
-        "adds",
-        "Of the step",
+        "Effect",
+        "Share of step",
     ]
     more = len(analysis.operations) - 1 - len(rows)
     note = (
@@ -170,8 +171,8 @@ def operations(analysis: Analysis) -> str:
     )
     return section(
         "Prediction and measurement by operation",
-        "ms, without waiting for other ranks; the largest error "
-        f"in a step first. Transfers are named by the stage before the cut.{note}",
+        "ms, without waiting for other ranks; sorted by the error per step, largest first. "
+        f"Transfers are listed at the sending stage.{note}",
         table(head, rows[:SHOWN], label="Prediction and measurement by operation") + rest,
         "operations",
     )
@@ -208,21 +209,21 @@ def memory(analysis: Analysis) -> str:
     if rows:
         return section(
             "Memory",
-            "Of the fullest rank of every stage. "
+            "The rank with most memory of every stage. "
             + (
                 GROWN
                 if any(row.of_process for row in analysis.memory)
-                else "The plan counts the worst sequence."
+                else "The plan is for the worst sequence."
             ),
             table(
                 [
                     "Stage",
-                    "Most held",
-                    "Plan expects up to",
+                    "Peak",
+                    "Planned peak",
                     "Limit",
                     "Outside PyTorch's allocator",
-                    "Plan's reserve for it",
-                    "Held, of the limit",
+                    "Reserve in the plan",
+                    "Share of limit",
                 ],
                 rows,
                 label="Memory",
@@ -235,8 +236,8 @@ def memory(analysis: Analysis) -> str:
     return (
         section(
             "Memory",
-            "The most that each rank allocated on its device; the fullest first.",
-            table(["Rank", "Most held"], cells, narrow=True),
+            "Peak memory that each rank allocated on its device, largest first.",
+            table(["Rank", "Peak"], cells, narrow=True),
             "memory",
         )
         if cells

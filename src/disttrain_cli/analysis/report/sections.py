@@ -37,10 +37,10 @@ _SHARES = (
     ("load", "data_wait", "Waiting for data"),
     ("unit", "other_unit", "Waiting for another unit"),
     ("stage", "other_stage", "Waiting for another stage"),
-    ("warmup", "warmup", "Filling the pipeline"),
-    ("drain", "drain", "Draining it"),
+    ("warmup", "warmup", "Pipeline warm-up"),
+    ("drain", "drain", "Pipeline drain"),
     ("stage", "waiting", "Waiting in collectives"),
-    ("send", "transfer", "Handing over tensors"),
+    ("send", "transfer", "Sending tensors"),
     ("memory", "copies", "Copies"),
     ("step", "update", "Reduction and optimizer"),
     ("gap", "gap", "Host-side delays"),
@@ -50,7 +50,7 @@ _SHARES = (
 _KINDS = {
     "forward": "forward",
     "backward": "backward",
-    "weights": "gradients of weights",
+    "weights": "weight gradients",
     "receive": "receive (waiting included)",
     "load": "load",
     "send": "send",
@@ -180,7 +180,7 @@ def timeline(timelines: list[dict[str, Any]]) -> str:
         ' id="strip-box"><canvas id="strip" aria-hidden="true"></canvas></div><div id="lanes"'
         ' aria-hidden="true"></div><div id="canvas-box"><canvas id="timeline" tabindex="0"'
         ' role="application" aria-label="Timeline: operations of every rank over time. The tables'
-        ' below hold the figures." aria-describedby="said"></canvas><div id="tip"'
+        ' below contain the figures." aria-describedby="said"></canvas><div id="tip"'
         ' hidden></div></div></div><p id="said" class="unseen" aria-live="polite"></p><div'
         f' class="legend">{legend}</div><noscript><p class="note">The timeline needs this page’s'
         " script; everything else does not.</p></noscript>",
@@ -226,7 +226,7 @@ def losses(analysis: Analysis) -> str:
     parts += [
         (
             "total",
-            "step as recorded" if marked else "first kernel to last",
+            "recorded step" if marked else "first kernel to last",
             lost.ideal_s * lost.slowdown,
         )
     ]
@@ -235,8 +235,8 @@ def losses(analysis: Analysis) -> str:
         + ("" if marked else ", from the first kernel to the last")
         if kineto
         else (
-            "the ideal step (work of each unit even, GPUs perfectly shared, no delays), replayed"
-            " with one cause after another; mean over"
+            "the ideal step (work balanced within each unit, GPUs perfectly shared, no delays),"
+            " replayed with one cause after another; mean over"
             f" {counted(len(lost.by_step), 'replayed step')}"
         )
     )
@@ -282,8 +282,8 @@ def losses_by_step(analysis: Analysis) -> str:
 def heat(pictures: Pictures) -> str:
     drawn = heat_maps(pictures.cells)
     both = (
-        " What is red in both maps is slow hardware or a wrong profile; what is red in the first"
-        " only is heavy data."
+        " Red in both maps means slow hardware or a wrong profile; red in only the first means"
+        " heavy data."
         if any(cell["normalised"] is not None for cell in pictures.cells)
         else ""
     )
@@ -342,7 +342,7 @@ def ranks_chart(analysis: Analysis) -> str:
     return section(
         "Time by rank",
         f"From the first to the last operation of each rank over the measured steps.{more} "
-        "The figures are in the table of ranks at the end.",
+        "The figures are in the table of ranks below.",
         stacked_rows(rows, "Compute, other operations and idle time of every rank")
         + f'<div class="legend">{legend}</div>',
         "by-rank",
@@ -376,8 +376,8 @@ def curves(analysis: Analysis, rows: list[dict[str, Any]]) -> str:
                     ("text", points("loss_text")),
                     ("image", points("loss_image")),
                     ("sum", points("loss")),
-                    ("text held out", points("evaluation_loss_text")),
-                    ("image held out", points("evaluation_loss_image")),
+                    ("text, held out", points("evaluation_loss_text")),
+                    ("image, held out", points("evaluation_loss_image")),
                 ],
                 log=True,
             )
@@ -463,7 +463,7 @@ def footer(analysis: Analysis) -> str:
     }
     steps = counted(job.steps, "step") if job.steps else "no marked steps"
     measured = (
-        f"; figures are of {counted(job.steps_measured, 'measured step')},"
+        f"; figures cover {counted(job.steps_measured, 'measured step')},"
         f" {counted(job.warmup_steps_excluded, 'warm-up step')} left out"
         if job.steps_measured
         else ""

@@ -91,13 +91,13 @@ def slowest(analysis: Analysis) -> str:
     ]
     return (
         section(
-            "Slowest of their kind",
+            "Slowest stage, replica and slot",
             "The last column divides by the time that the recorded work should take: "
-            "what stays above 1 is slow hardware or a wrong profile, not heavy data.",
+            "values above 1 mean slow hardware or a wrong profile, not heavy data.",
             table(
-                ["Slowest", "Of", "Compute of a slot", "÷ mean", "÷ mean, same work"],
+                ["Slowest", "Unit", "Compute of a slot", "÷ mean", "÷ mean, same work"],
                 rows,
-                label="Slowest of their kind",
+                label="Slowest stage, replica and slot",
             ),
         )
         if rows
@@ -126,8 +126,8 @@ def collectives(analysis: Analysis) -> str:
     return (
         section(
             "Collectives",
-            "Matched over ranks, messages (a send and its receive) too; those that cost most "
-            f"waiting first. The last to arrive keeps the others waiting.{note}",
+            "Matched across ranks, including messages (a send and its receive); longest waiting "
+            f"first. The other ranks wait for the last to arrive.{note}",
             table(
                 [
                     "Collective",
@@ -165,10 +165,10 @@ def kernels(analysis: Analysis) -> str:
     ]
     return (
         section(
-            "Kernels that take most time",
+            "Kernels with the largest total time",
             "Over the measured steps of all ranks.",
             table(
-                ["Kernel", "Kind", "Runs", "In all", "Longest", "Of all kernels"],
+                ["Kernel", "Kind", "Runs", "Total", "Longest", "Share of all kernels"],
                 rows,
                 label="Kernels",
             ),
@@ -209,8 +209,8 @@ def hosts(analysis: Analysis) -> str:
     return (
         section(
             "Hosts",
-            "Shares of ranks × window of a step; the clock against that of rank 0’s host.",
-            table(["Host", "Ranks", "Of units", "Compute", "Clock"], rows, label="Hosts"),
+            "Shares of ranks × window of a step; clock offsets relative to rank 0’s host.",
+            table(["Host", "Ranks", "Units", "Compute", "Clock"], rows, label="Hosts"),
             "hosts",
         )
         if rows
@@ -224,7 +224,7 @@ def _clock(clock: HostClock | None) -> str:
     if not clock.offset_us and not clock.error_us:
         return "the reference"
     return f"{clock.offset_us:+,.0f} ± {clock.error_us or 0:,.0f} µs" + (
-        "" if clock.applied else ", left as it is"
+        "" if clock.applied else ", not corrected"
     )
 
 
@@ -258,8 +258,8 @@ def inside(analysis: Analysis) -> str:
     ]
     return section(
         "Inside an operation",
-        "By torch’s profile of the steps of <code>--profile-steps</code>, what the "
-        "time of an operation is made of; idle: no kernel ran (on a CPU: no operator).",
+        "Breakdown of an operation’s time from torch’s profile of the steps of "
+        "<code>--profile-steps</code>; idle: no kernel ran (on a CPU: no operator).",
         table(
             ["Stage", "Operation", "Profiled", "Usually", *map(escape, kinds)],
             rows,
@@ -267,7 +267,7 @@ def inside(analysis: Analysis) -> str:
         )
         + folded(
             f"Kernels and operators ({len(parts)})",
-            table(["Operation", "Kernel or operator", "Kind", "Runs", "Of its time"], parts),
+            table(["Operation", "Kernel or operator", "Kind", "Runs", "Share of its time"], parts),
         ),
         "inside",
     )
@@ -335,7 +335,7 @@ def ranks(analysis: Analysis) -> str:
         '<section id="ranks">'
         + folded(
             f"Ranks ({len(analysis.ranks)})",
-            '<p class="note">ms over the measured steps, in the definitions of '
+            '<p class="note">ms over the measured steps, as defined by '
             f"HolisticTraceAnalysis; waiting for data is idle.{more}</p>"
             + table(head, rows, label="Ranks"),
         )

@@ -95,7 +95,7 @@ def drawn_ranks(
     left_out = len(lanes) - len(shown)
     notes = (
         [
-            f"{left_out} of {len(lanes)} ranks are not drawn: of every stage replicas from the"
+            f"{left_out} of {len(lanes)} ranks are not drawn; of every stage, replicas from the"
             " slowest to the fastest are."
         ]
         if left_out

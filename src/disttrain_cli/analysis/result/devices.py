@@ -17,24 +17,22 @@ class CollectiveKind(Struct, frozen=True, kw_only=True):
         float | None,
         Meta(
             description=(
-                "Bytes that a rank contributes; null where no argument and no shape has them."
+                "Bytes that a rank contributes; null if neither arguments nor shapes contain them."
             )
         ),
     ]
     transfer_p50_us: Annotated[float, Meta(description="From the last arrival to the last end.")]
     transfer_p95_us: float
     transfer_max_us: float
-    wait_p50_us: Annotated[
-        float, Meta(description="Longest wait of a rank for the last to arrive.")
-    ]
+    wait_p50_us: Annotated[float, Meta(description="Longest wait of a rank for the last rank.")]
     wait_p95_us: float
     wait_max_us: float
     bus_gbytes_s: Annotated[
         float | None,
         Meta(
             description=(
-                "Median bandwidth of a rank's link, as nccl-tests counts it (busbw): independent of"
-                " the number of ranks."
+                "Median bus bandwidth as defined by nccl-tests (busbw), independent of the number"
+                " of ranks."
             )
         ),
     ]
@@ -48,27 +46,26 @@ class OperatorRow(Struct, frozen=True, kw_only=True):
     dtype: str | None
     count: int
     total_us: Annotated[
-        float, Meta(description="Of its kernels, all ranks; on a CPU of the operator.")
+        float, Meta(description="Time of its kernels on all ranks; on a CPU, of the operator.")
     ]
-    share: Annotated[float, Meta(description="Of the time of all compute kernels.")]
-    flops: Annotated[float, Meta(description="Of one call, as executed.")]
+    share: Annotated[float, Meta(description="Share of the time of all compute kernels.")]
+    flops: Annotated[float, Meta(description="FLOPs of one call, as executed.")]
     tflops: Annotated[float | None, Meta(description="FLOPs ÷ time of its kernels, in TFLOP/s.")]
     flops_per_byte: Annotated[
-        float | None, Meta(description="FLOPs ÷ bytes of inputs and outputs, each once.")
+        float | None, Meta(description="FLOPs ÷ bytes of inputs and outputs, each counted once.")
     ]
     roof_tflops: Annotated[
         float | None,
         Meta(
             description=(
-                "What the roofline allows: the least of the peak and flops_per_byte × memory"
-                " bandwidth; null for a device or a type that templates/hardware.yaml does not"
-                " know."
+                "Roofline: the minimum of the peak and flops_per_byte × memory bandwidth; null for"
+                " a device or data type that templates/hardware.yaml lacks."
             )
         ),
     ]
     bound: Annotated[
         Literal["compute", "memory"] | None,
-        Meta(description="Which side of the roof's ridge it is on."),
+        Meta(description="Bound by compute or memory, by the ridge point of the roofline."),
     ]
 
 
@@ -80,10 +77,10 @@ class LaunchRow(Struct, frozen=True, kw_only=True):
         int, Meta(description="Kernels, copies and fills whose launch was recorded.")
     ]
     short: Annotated[
-        int, Meta(description="Those that run shorter than the call that launched them.")
+        int, Meta(description="Kernels that are shorter than the call that launched them.")
     ]
     kernel_p50_us: float
-    call_p50_us: Annotated[float, Meta(description="Time of the call.")]
+    call_p50_us: Annotated[float, Meta(description="Duration of the launching call.")]
     delay_p50_us: Annotated[
         float, Meta(description="From the end of the call to the start on the device.")
     ]
@@ -97,12 +94,10 @@ class QueueRow(Struct, frozen=True, kw_only=True):
     rank: int
     stream: int
     kernels: int
-    mean: Annotated[
-        float, Meta(description="Over the time from the first launch to the last start.")
-    ]
+    mean: Annotated[float, Meta(description="Mean length from the first launch to the last start.")]
     longest: int
     empty_share: Annotated[
-        float, Meta(description="Share of that time in which nothing was waiting to run.")
+        float, Meta(description="Share of that time in which the queue was empty.")
     ]
 
 
@@ -123,7 +118,7 @@ class PathPart(Struct, frozen=True, kw_only=True):
     name: str
     count: int
     us: float
-    share: Annotated[float, Meta(description="Of the path.")]
+    share: Annotated[float, Meta(description="Share of the path.")]
 
 
 class CriticalPath(Struct, frozen=True, kw_only=True):
@@ -133,6 +128,6 @@ class CriticalPath(Struct, frozen=True, kw_only=True):
     length_us: Annotated[
         float, Meta(description="From the start of the path to the end of the step's last kernel.")
     ]
-    shares: Annotated[dict[str, float], Meta(description="Of the path, by kind.")]
-    ranks: Annotated[dict[str, float], Meta(description="Of the path, by rank.")]
-    parts: Annotated[list[PathPart], Meta(description="What takes most of it.")]
+    shares: Annotated[dict[str, float], Meta(description="Shares of the path by kind.")]
+    ranks: Annotated[dict[str, float], Meta(description="Shares of the path by rank.")]
+    parts: Annotated[list[PathPart], Meta(description="Largest parts of the path.")]

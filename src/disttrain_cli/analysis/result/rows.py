@@ -19,25 +19,23 @@ class RankSummary(Struct, frozen=True, kw_only=True):
     stage: int | None
     replica: int | None
     cp_rank: Annotated[
-        int | None, Meta(description="Null where its unit has no context parallelism.")
+        int | None, Meta(description="Null if the unit has no context parallelism.")
     ] = None
     span_us: float
     idle_us: float
     compute_us: Annotated[
-        float | None, Meta(description="Null where most events are of no known kind.")
+        float | None, Meta(description="Null if most events cannot be classified.")
     ]
     non_compute_us: Annotated[
-        float | None, Meta(description="Null where most events are of no known kind.")
+        float | None, Meta(description="Null if most events cannot be classified.")
     ]
-    overlap_pct: Annotated[
-        float | None, Meta(description="Null where the rank did not communicate.")
-    ]
+    overlap_pct: Annotated[float | None, Meta(description="Null if the rank did not communicate.")]
     collective_wait_us: Annotated[
         float | None,
         Meta(
             description=(
-                "From joining collectives (Kineto: and messages) to their last member's arrival;"
-                " null where none was matched."
+                "Time from joining collectives (Kineto: and messages) until the last rank joins;"
+                " null if none was matched."
             )
         ),
     ]
@@ -49,8 +47,8 @@ class RankSummary(Struct, frozen=True, kw_only=True):
         float | None,
         Meta(
             description=(
-                "Communication while this rank computes nothing, waiting for others left out, as in"
-                " job.exposed_communication_fraction."
+                "Communication not overlapped with compute on this rank, without waiting for"
+                " others, as in job.exposed_communication_fraction."
             )
         ),
     ] = None
@@ -58,13 +56,13 @@ class RankSummary(Struct, frozen=True, kw_only=True):
         float | None,
         Meta(
             description=(
-                "Waiting for others in collectives and messages while this rank computes nothing."
+                "Waiting for others in collectives and messages, not overlapped with compute."
             )
         ),
     ] = None
     memory_peak_gib: Annotated[
         float | None,
-        Meta(description="Most memory allocated on the device, where memory was traced."),
+        Meta(description="Peak memory allocated on the device, where memory was traced."),
     ] = None
 
 
@@ -74,7 +72,7 @@ class CollectiveRow(Struct, frozen=True, kw_only=True):
     name: str
     group: Annotated[
         str,
-        Meta(description="Process group as the trace names it, or 'stream' where it names none."),
+        Meta(description="Name of the process group in the trace, or 'stream' if it has none."),
     ]
     step: int | None
     index: Annotated[
@@ -95,14 +93,14 @@ class KernelRow(Struct, frozen=True, kw_only=True):
     count: int
     total_us: float
     longest_us: float
-    share: Annotated[float, Meta(description="Of the time of all kernels, summed.")]
+    share: Annotated[float, Meta(description="Share of the summed time of all kernels.")]
 
 
 class Comparison(Struct, frozen=True, kw_only=True):
     """A prediction and its measurement."""
 
     what: str
-    unit: Annotated[str | None, Meta(description="Unit of the plan, or null for the job.")]
+    unit: Annotated[str | None, Meta(description="Unit of the plan; null for the job.")]
     basis: Annotated[
         str,
         Meta(
@@ -113,16 +111,16 @@ class Comparison(Struct, frozen=True, kw_only=True):
     ]
     predicted: float
     measured: float
-    measure: Annotated[str, Meta(description="Unit of both figures.")]
+    measure: Annotated[str, Meta(description="Unit of measurement of both figures.")]
     error_pct: Annotated[float, Meta(description="(measured − predicted) ÷ predicted.")]
 
 
 class OperationRow(Struct, frozen=True, kw_only=True):
     """One operation: planned, predicted by the profile for the recorded work, and measured."""
 
-    unit: Annotated[str | None, Meta(description="Unit of the plan, or null for the whole step.")]
+    unit: Annotated[str | None, Meta(description="Unit of the plan; null for the whole step.")]
     stage: Annotated[
-        int | None, Meta(description="Stage of the unit; of a transfer the one before the cut.")
+        int | None, Meta(description="Stage of the unit; for a transfer, the sending stage.")
     ]
     module: str | None
     operation: Annotated[
@@ -130,28 +128,26 @@ class OperationRow(Struct, frozen=True, kw_only=True):
         Meta(
             description=(
                 "forward, backward: mean per slot; transfer_*: one crossing without waiting,"
-                " median; send_*: time that a rank takes to hand over; load: waiting for data;"
+                " median; send_*: time that a send occupies the rank; load: waiting for data;"
                 " reduce, step: without waiting for other ranks; iteration: the whole step."
             )
         ),
     ]
     planned: Annotated[
-        float | None, Meta(description="What the plan expected of mean data, where it says.")
+        float | None, Meta(description="Prediction of the plan for mean data, if it has one.")
     ]
     predicted: Annotated[
-        float, Meta(description="What the profile expects for the work that was recorded.")
+        float, Meta(description="Prediction of the profile for the recorded work.")
     ]
     measured: float
-    measure: Annotated[str, Meta(description="Unit of the three figures.")]
+    measure: Annotated[str, Meta(description="Unit of measurement of the three figures.")]
     error_pct: Annotated[
         float | None,
-        Meta(description="(measured − predicted) ÷ predicted; null where no time is expected."),
+        Meta(description="(measured − predicted) ÷ predicted; null if the prediction is zero."),
     ]
-    per_step: Annotated[
-        float, Meta(description="How often one rank does it, or waits for it, in a step.")
-    ]
+    per_step: Annotated[float, Meta(description="Executions, or waits, per rank and step.")]
     share_of_step: Annotated[
-        float, Meta(description="Time of all of them on one rank ÷ time of the step.")
+        float, Meta(description="Their total time on one rank ÷ time of the step.")
     ]
 
     @property
@@ -170,8 +166,8 @@ class OperationRow(Struct, frozen=True, kw_only=True):
 
 #: Note of the tables of memory on rows that are `of_process`.
 GROWN = (
-    "Held is by how much the process grew, libraries and caches included: on a CPU no tensors are"
-    " counted apart. The plan counts the stage's tensors at the worst sequence."
+    "On a CPU, memory is the growth of the process, libraries and caches included: tensors are not"
+    " counted separately. The plan counts the tensors of the stage for the worst sequence."
 )
 
 
@@ -184,27 +180,27 @@ class MemoryRow(Struct, frozen=True, kw_only=True):
         float,
         Meta(
             description=(
-                "The most that it held for its stage; on a CPU the growth of its process, which is"
+                "Peak memory allocated for the stage; on a CPU, the growth of the process, which is"
                 " never less."
             )
         ),
     ]
     predicted_gib: Annotated[
         float | None,
-        Meta(description="Peak that the plan expects at the worst sequence; null where unknown."),
+        Meta(description="Peak that the plan predicts for the worst sequence; null if unknown."),
     ]
     limit_gib: float | None
     outside_gib: Annotated[
         float | None,
         Meta(
             description=(
-                "Most that was in use on a device after the first step beyond torch's allocator;"
-                " other ranks' too where they share it, null on a CPU."
+                "Peak memory outside of torch's allocator on a device after the first step, other"
+                " ranks' included if they share it; null on a CPU."
             )
         ),
     ] = None
     reserve_gib: Annotated[
-        float | None, Meta(description="What the plan reserves for that; null where unknown.")
+        float | None, Meta(description="Memory that the plan reserves for it; null if unknown.")
     ] = None
     of_process: Annotated[
         bool, Meta(description="True on a CPU, where the whole process is measured.")
@@ -216,8 +212,8 @@ class Part(Struct, frozen=True, kw_only=True):
 
     name: str
     kind: str
-    count: Annotated[float, Meta(description="Mean runs in one operation.")]
-    share: Annotated[float, Meta(description="Of the operation's time.")]
+    count: Annotated[float, Meta(description="Mean number of runs per operation.")]
+    share: Annotated[float, Meta(description="Share of the operation's time.")]
 
 
 class InsideRow(Struct, frozen=True, kw_only=True):
@@ -230,23 +226,23 @@ class InsideRow(Struct, frozen=True, kw_only=True):
     ranks: Annotated[
         int, Meta(description="Ranks whose profiles were read: one or a few of a stage.")
     ]
-    count: Annotated[int, Meta(description="Operations that were profiled.")]
+    count: Annotated[int, Meta(description="Number of profiled operations.")]
     profiled_ms: Annotated[
-        float, Meta(description="Mean of them; the profiler itself takes a part.")
+        float, Meta(description="Mean of these operations, profiler overhead included.")
     ]
     usual_ms: Annotated[
-        float | None, Meta(description="Mean over the measured steps; null where none is.")
+        float | None, Meta(description="Mean over the measured steps; null if there are none.")
     ]
     shares: Annotated[
         dict[str, float],
         Meta(
             description=(
-                "Of its time: gemm, attention, convolution, normalization, communication, copies,"
-                " other; and idle, while no kernel ran (on a CPU: no operator)."
+                "Shares of the time: gemm, attention, convolution, normalization, communication,"
+                " copies, other; and idle, while no kernel (on a CPU: no operator) ran."
             )
         ),
     ]
-    top: Annotated[list[Part], Meta(description="What takes most.")]
+    top: Annotated[list[Part], Meta(description="Largest parts.")]
 
 
 class Slowest(Struct, frozen=True, kw_only=True):
@@ -256,11 +252,9 @@ class Slowest(Struct, frozen=True, kw_only=True):
     unit: str | None
     number: int
     mean_ms: float
-    ratio: Annotated[
-        float, Meta(description="Time over the mean of its unit (slots: of all slots).")
-    ]
+    ratio: Annotated[float, Meta(description="Time ÷ mean time in its unit (slots: of all slots).")]
     normalised_ratio: Annotated[
-        float | None, Meta(description="The same after dividing by the time its work predicts.")
+        float | None, Meta(description="Same ratio for time ÷ predicted time of its work.")
     ]
 
 
@@ -268,20 +262,20 @@ class HostClock(Struct, frozen=True, kw_only=True):
     """Offset of a host's clock from the reference's, the host of rank 0; null if unconnected."""
 
     host: str
-    offset_us: Annotated[float | None, Meta(description="At the start of the trace.")]
+    offset_us: Annotated[float | None, Meta(description="Offset at the start of the trace.")]
     drift_ppm: Annotated[
         float | None,
-        Meta(description="By how much faster it runs; 0 where one offset explains all messages."),
+        Meta(description="Drift: how much faster it runs; 0 if one offset explains all messages."),
     ]
     error_us: Annotated[
         float | None,
-        Meta(description="The true offset is this far away at most: half of what is left open."),
+        Meta(description="Bound on the error of the offset: half of the possible range."),
     ]
     applied: Annotated[
         bool,
         Meta(
             description=(
-                "Whether its times were shifted: where a message would else arrive too early."
+                "True if its times were shifted, since messages would otherwise arrive too early."
             )
         ),
     ]

@@ -37,7 +37,7 @@ _DATED_NS = (946_684_800 * 10**9, 7_258_118_400 * 10**9)
 class JobSummary(Struct, frozen=True, kw_only=True):
     """The job as a whole, over the measured steps; null is what the traces lack."""
 
-    run: Annotated[str, Meta(description="Name of the last start that was analysed.")]
+    run: Annotated[str, Meta(description="Name of the analysed start of the job.")]
     name: Annotated[
         str, Meta(description="Name of the run's folder, or of the folder or files of the traces.")
     ] = ""
@@ -45,30 +45,28 @@ class JobSummary(Struct, frozen=True, kw_only=True):
         str | None,
         Meta(
             description=(
-                "When the first recorded step began, UTC; null where the trace counts from another"
-                " moment."
+                "Start of the first recorded step, UTC; null if times do not count from 1970."
             )
         ),
     ] = None
     rehearsed: Annotated[
         str | None,
-        Meta(description="How emulated devices stood for the cluster; null where none did."),
+        Meta(description="How emulated devices represented the cluster; null without a rehearsal."),
     ]
     layout: Annotated[
         str | None,
         Meta(
             description=(
-                "Units with TP, DP and PP, in pipeline order; null for traces that do not name"
-                " units."
+                "Units with TP, DP and PP, in pipeline order; null for traces without units."
             )
         ),
     ]
     ranks: int
-    steps: Annotated[int, Meta(description="Steps recorded.")]
-    steps_measured: Annotated[int, Meta(description="Steps the figures are taken from.")]
+    steps: Annotated[int, Meta(description="Number of recorded steps.")]
+    steps_measured: Annotated[int, Meta(description="Number of steps that the figures cover.")]
     warmup_steps_excluded: int
     iteration_s: Annotated[
-        float | None, Meta(description="Mean time of a measured step; null where none was marked.")
+        float | None, Meta(description="Mean time of a measured step; null if no step is marked.")
     ]
     iteration_p50_s: float | None
     iteration_p95_s: float | None
@@ -84,8 +82,8 @@ class JobSummary(Struct, frozen=True, kw_only=True):
         float | None,
         Meta(
             description=(
-                "Share of the ranks' time that moves tensors while the rank computes nothing;"
-                " waiting for a peer is not counted."
+                "Share of the ranks' time in communication not overlapped with compute; waiting for"
+                " a peer is not counted."
             )
         ),
     ]
@@ -93,8 +91,8 @@ class JobSummary(Struct, frozen=True, kw_only=True):
         dict[str, float],
         Meta(
             description=(
-                "Where the ranks' time goes: compute and all else by kind; empty where that is not"
-                " known."
+                "Breakdown of the ranks' time: compute, and everything else by kind; empty if"
+                " unknown."
             )
         ),
     ]
@@ -102,8 +100,8 @@ class JobSummary(Struct, frozen=True, kw_only=True):
         float | None,
         Meta(
             description=(
-                "Share of the kernels' time that no evidence calls compute or communication (it"
-                " counts as compute)."
+                "Share of the kernels' time that cannot be classified as compute or communication"
+                " (it counts as compute)."
             )
         ),
     ] = None
@@ -139,8 +137,8 @@ class Analysis(Struct, frozen=True, kw_only=True):
         Literal["disttrain", "kineto", "operations"],
         Meta(
             description=(
-                "What was read: own traces, Kineto/Chrome JSON, or operations of the straggler"
-                " study's form."
+                "Format of the traces: disttrain's, Kineto/Chrome JSON, or operations in the format"
+                " of the straggler study."
             )
         ),
     ]
@@ -149,7 +147,7 @@ class Analysis(Struct, frozen=True, kw_only=True):
     stragglers: Stragglers
     verdict: Verdict
     ranks: list[RankSummary]
-    what_if: Annotated[WhatIf | None, Meta(description="Null when no step could be replayed.")]
+    what_if: Annotated[WhatIf | None, Meta(description="Null if no step could be replayed.")]
     predicted_vs_measured: list[Comparison]
     operations: Annotated[
         list[OperationRow],
@@ -157,15 +155,15 @@ class Analysis(Struct, frozen=True, kw_only=True):
     ]
     drift: Annotated[
         list[Drift],
-        Meta(description="What of the data has moved away from what the plan was made for."),
+        Meta(description="Statistics of the data that differ from those that were planned for."),
     ]
     slowest: list[Slowest]
     causes: Annotated[
         list[Cause],
         Meta(
             description=(
-                "What slows a step by 1 % or more, the largest saving first; the verdict's is among"
-                " them, if it has one. Empty where no step could be replayed."
+                "Causes that slow a step by 1 % or more, the largest saving first; they include the"
+                " verdict's cause, if it has one. Empty if no step could be replayed."
             )
         ),
     ] = []
@@ -173,7 +171,7 @@ class Analysis(Struct, frozen=True, kw_only=True):
         list[Remedy],
         Meta(
             description=(
-                "Savings of single changes, largest first; empty where no step could be replayed."
+                "Savings of single changes, largest first; empty if no step could be replayed."
             )
         ),
     ] = []
@@ -181,22 +179,22 @@ class Analysis(Struct, frozen=True, kw_only=True):
         list[HostClock], Meta(description="Clocks of the hosts, where there are several.")
     ] = []
     inside: Annotated[
-        list[InsideRow], Meta(description="By operation; empty where torch profiled no step.")
+        list[InsideRow], Meta(description="By operation; empty if torch.profiler recorded no step.")
     ] = []
     memory: Annotated[
-        list[MemoryRow], Meta(description="By stage; empty where memory was not recorded.")
+        list[MemoryRow], Meta(description="By stage; empty if memory was not recorded.")
     ] = []
     collectives: Annotated[
         list[CollectiveRow],
         Meta(
             description=(
-                "Kineto: collectives of all ranks and messages (a send and its receive), those that"
-                " cost most waiting first."
+                "Kineto: collectives of all ranks and messages (a send and its receive), sorted by"
+                " waiting time, longest first."
             )
         ),
     ] = []
     kernels: Annotated[
-        list[KernelRow], Meta(description="Kineto: the kernels that take most time.")
+        list[KernelRow], Meta(description="Kineto: the kernels with the largest total time.")
     ] = []
     collective_kinds: Annotated[
         list[CollectiveKind], Meta(description="Kineto: all matched collectives, by kind.")
@@ -205,24 +203,24 @@ class Analysis(Struct, frozen=True, kw_only=True):
         list[OperatorRow],
         Meta(
             description=(
-                "Kineto: operators with FLOPs and their place under the roofline, where shapes were"
+                "Kineto: operators with FLOPs and their position under the roofline, if shapes were"
                 " recorded."
             )
         ),
     ] = []
     launches: Annotated[
-        list[LaunchRow], Meta(description="Kineto: how the host of every rank launches kernels.")
+        list[LaunchRow], Meta(description="Kineto: kernel launches of every rank's host.")
     ] = []
     queues: Annotated[
-        list[QueueRow], Meta(description="Kineto: what every stream had waiting to run.")
+        list[QueueRow], Meta(description="Kineto: queue of launched kernels of every stream.")
     ] = []
     critical_path: Annotated[
         CriticalPath | None,
-        Meta(description="Kineto: of the step of median length; null for traces without a device."),
+        Meta(description="Kineto: of the step of median length; null without device events."),
     ] = None
     learning: Annotated[
         Learning | None,
-        Meta(description="Whether the run learns; null where no losses were recorded."),
+        Meta(description="Assessment of the loss curves; null if no losses were recorded."),
     ] = None
     warnings: list[str]
 

@@ -29,7 +29,7 @@ class Stragglers(Struct, frozen=True, kw_only=True):
         float | None,
         Meta(
             description=(
-                "Recorded step ÷ ideal step, ideals within a unit. Of Kineto traces the ideal is"
+                "Recorded step ÷ ideal step, with ideals per unit. For Kineto traces, the ideal is"
                 " compute alone."
             )
         ),
@@ -40,7 +40,7 @@ class Stragglers(Struct, frozen=True, kw_only=True):
         list[str],
         Meta(
             description=(
-                "Keys of lost_s that these traces do not contain: 0 there is no measurement."
+                "Keys of lost_s that these traces cannot show; their 0 is not a measurement."
             )
         ),
     ] = []
@@ -48,7 +48,7 @@ class Stragglers(Struct, frozen=True, kw_only=True):
         list[StepLosses],
         Meta(
             description=(
-                "Every replayed step, at most 32 spread over the measured ones; empty for Kineto"
+                "Replayed steps: at most 32, spread over the measured ones; empty for Kineto"
                 " traces."
             )
         ),
@@ -65,9 +65,9 @@ class Place(Struct, frozen=True, kw_only=True):
     unit: str | None = None
     stage: int | None = None
     replica: int | None = None
-    cp_rank: Annotated[int | None, Meta(description="Where the unit has context parallelism.")] = (
-        None
-    )
+    cp_rank: Annotated[
+        int | None, Meta(description="Null if the unit has no context parallelism.")
+    ] = None
     rank: int | None = None
     host: str | None = None
 
@@ -111,16 +111,16 @@ class Verdict(Struct, frozen=True, kw_only=True):
     ]
     headline: str
     place: Place
-    lost_s: Annotated[float, Meta(description="Seconds per step that this cause costs.")]
+    lost_s: Annotated[float, Meta(description="Seconds per step lost to this cause.")]
     lost_fraction: Annotated[
         float | None,
-        Meta(description="lost_s as a share of the step; null where no loss could be measured."),
+        Meta(description="lost_s as a share of the step; null if no loss could be measured."),
     ] = None
     confidence: Annotated[
         float,
         Meta(
             description=(
-                "0 to 1: how often such evidence has been right on jobs whose cause was known"
+                "0 to 1: how often a verdict with such evidence is right on jobs of known cause"
                 " (docs/analysis.md)."
             )
         ),
@@ -135,34 +135,34 @@ class Cause(Struct, frozen=True, kw_only=True):
 
     cause: Annotated[
         str,
-        Meta(description="A key of lost_s, or 'unknown': ranks without a trace are waited for."),
+        Meta(description="A key of lost_s, or 'unknown': others wait for ranks without traces."),
     ]
     place: Place
     places: Annotated[
         list[Place],
         Meta(
             description=(
-                "Where only fixing several places together helps, or one row has several: each of"
-                " them, the one that adds most first."
+                "All ranks (or stages) of the row if it has several, for instance if only fixing"
+                " them together helps; the largest contribution first."
             )
         ),
     ]
-    told: Annotated[str, Meta(description="The cause in words.")]
+    told: Annotated[str, Meta(description="Description of the cause.")]
     gain_s: Annotated[
         float,
         Meta(
             description=(
-                "Seconds of a step that fixing it saves once the rows above it are fixed; so the"
+                "Seconds of a step that fixing it saves after the rows above are fixed, so that"
                 " rows add up."
             )
         ),
     ]
-    gain_pct: Annotated[float, Meta(description="Of the recorded step.")]
+    gain_pct: Annotated[float, Meta(description="gain_s in percent of the recorded step.")]
     alone_s: Annotated[
         float,
         Meta(
             description=(
-                "What fixing it saves with all else as recorded: less where another cause hides it."
+                "Seconds that fixing only this cause saves: less if another cause hides it."
             )
         ),
     ]
@@ -173,8 +173,8 @@ class Cause(Struct, frozen=True, kw_only=True):
         bool,
         Meta(
             description=(
-                "True where it would save less than 5 % of a step without a single event of one"
-                " step."
+                "True if a single event of one step accounts for it: without that event fixing it"
+                " would save less than 5 % of a step."
             )
         ),
     ]
@@ -198,27 +198,31 @@ class WhatIf(Struct, frozen=True, kw_only=True):
 class Remedy(Struct, frozen=True, kw_only=True):
     """One change and its saving, everything else as recorded; savings do not add up."""
 
-    cause: Annotated[str, Meta(description="The key of lost_s that it reduces.")]
-    change: Annotated[str, Meta(description="What would be different, in words.")]
-    command: Annotated[str, Meta(description="The next command towards it.")]
+    cause: Annotated[str, Meta(description="Key of lost_s that it reduces.")]
+    change: Annotated[str, Meta(description="Description of the change.")]
+    command: Annotated[str, Meta(description="Next command towards this change.")]
     basis: Annotated[
         Literal["replay", "plan"],
         Meta(
             description=(
-                "'replay': the recorded steps played again; 'plan': the planner's prediction less"
-                " that of the present layout, both with the times of this run."
+                "'replay': replay of the recorded steps; 'plan': difference between the planner's"
+                " predictions for the new and the present layout, with this run's times."
             )
         ),
     ]
-    gpus: Annotated[int, Meta(description="Devices more than now.")]
+    gpus: Annotated[int, Meta(description="Number of additional devices.")]
     step_s: Annotated[
-        float, Meta(description="The step then, mean over the steps that were replayed.")
+        float, Meta(description="Step time with the change, mean over the replayed steps.")
     ]
     gain_s: float
-    gain_pct: Annotated[float, Meta(description="Of the recorded step.")]
+    gain_pct: Annotated[float, Meta(description="gain_s in percent of the recorded step.")]
     at_most: Annotated[
         bool,
-        Meta(description="True for a limit that no ordering reaches: samples are not split."),
+        Meta(
+            description=(
+                "True for an upper bound that no ordering reaches, as samples are not split."
+            )
+        ),
     ]
 
     @property

@@ -56,8 +56,8 @@ def told(verdict: Verdict, graph: StudyGraph, replays: Replays, losses: Losses) 
         even_s = float(losses.lost["stage"].mean())
         even = f"{even_s:.3g} s ({100 * even_s / replays.measured.mean():.0f} %)"
         headline += (
-            " That is saved if it is as fast as the others; with its work spread evenly over all"
-            f" stages a step saves {even}."
+            " This is saved if it becomes as fast as the others; spreading its work evenly over all"
+            f" stages saves {even} per step."
         )
         advice, more = _stage(place, graph, even)
         more.append(Evidence(what="saved by equally long stages", value=even_s, unit="s"))
@@ -76,16 +76,16 @@ def told(verdict: Verdict, graph: StudyGraph, replays: Replays, losses: Losses) 
         )
         advice = (
             "Check the links and other traffic on them: transfers take longer in some steps or"
-            " places."
+            " between some ranks."
         )
         more = [Evidence(what=f"slowdown by {slow[0]} alone", value=slow[1], unit="ratio")]
     elif cause == "host":
         advice = (
-            "Operations start late though nothing they wait for is late: loading data, Python,"
-            " garbage collection or other processes on the hosts."
+            "Operations start late although their inputs are ready: check data loading, Python,"
+            " garbage collection and other processes on the hosts."
         )
     elif cause == "none":
-        advice = "Nothing to repair; more speed needs more GPUs or faster kernels."
+        advice = "Nothing to fix; more speed needs more GPUs or faster kernels."
     more.append(
         Evidence(
             what="slowdown S in the study's definition",
@@ -123,7 +123,7 @@ def _stage(place: Place, graph: StudyGraph, even: str) -> tuple[str, list[Eviden
     return (
         (
             f"Move about {100 * share:.0f} % of the work of stage {stage} to the others, as fewer"
-            f" layers: with equally long stages a step saves {even}.{last} If its devices are slow"
+            f" layers: equally long stages save {even} per step.{last} If its devices are slow"
             " rather than its work large, fixing them saves the larger figure."
         ),
         [

@@ -108,8 +108,8 @@ def _straggle(graph: StudyGraph) -> tuple[Stragglers, Verdict, list[Cause], What
     if graph.contradictions:
         graph.trace.warnings.append(
             f"{counted(graph.contradictions, 'transfer')}"
-            f" {agree(graph.contradictions, 'ends', 'end')} before all participants have begun: the"
-            " clocks of the hosts differ"
+            f" {agree(graph.contradictions, 'ends', 'end')} before all participants have started:"
+            " the clocks of the hosts differ"
         )
     places = {
         int(rank): Place(unit=UNIT, stage=int(stage), replica=int(replica), rank=int(rank))

@@ -107,7 +107,7 @@ def graph_of(trace: StudyTrace) -> StudyGraph:
     )
     if walk is None:
         raise NoGraphError(
-            "the recorded order of its operations contradicts itself (clocks apart?)"
+            "the recorded order of its operations is contradictory (clocks not synchronised?)"
         )
     launch = np.stack(
         [

@@ -94,7 +94,7 @@ def open_study(files: list[Path]) -> tuple[DuckDBPyConnection, list[str]]:
     unit, per_s = _unit(connection, read)
     if per_s > 1:
         warnings.append(
-            f"a pass would take over {LONGEST_PASS_S} s if times were seconds: they are taken for"
+            f"a pass would take over {LONGEST_PASS_S} s if times were seconds: they are read as"
             f" {unit}"
         )
     casts = ", ".join(
@@ -132,7 +132,7 @@ def _problem(connection: DuckDBPyConnection, file: Path, before: list[Path]) -> 
                 f" read_parquet({_quoted(before)})) USING (rank, step)"
             ).fetchall()[0][0]
         ):
-            return "holds ranks and steps once more, so it is another job"
+            return "contains ranks and steps again, so it belongs to another job"
     except duckdb.Error:
         return "is damaged or half-written"
     return None
@@ -193,7 +193,9 @@ def read_study(files: list[Path]) -> StudyTrace:
             f"SELECT count(*) FROM operations WHERE NOT ({_SOUND})"
         ).fetchall()[0][0]
         if bad:
-            warnings.append(f"{bad} row(s) have no place, no time or a negative duration; left out")
+            warnings.append(
+                f"{bad} row(s) lack coordinates or a time, or have a negative duration; left out"
+            )
         unknown = [
             row[0]
             for row in connection.execute(
@@ -217,7 +219,7 @@ def read_study(files: list[Path]) -> StudyTrace:
         ) from None
     if not len(columns["step"]):
         raise DataError(
-            "The trace holds no operation with a place and a time",
+            "The trace contains no operation with rank coordinates and a time",
             "; ".join(warnings[:5]),
             "Record the job again.",
         )
@@ -251,7 +253,7 @@ def _whole(
     start = np.full((len(replicas), count, len(steps)), np.nan)
     end = start.copy()
     if len(np.unique((replica * count + operation) * len(steps) + step)) < len(step):
-        warnings.append("some operations are recorded twice; the last row of each counts")
+        warnings.append("some operations are recorded twice; the last row of each is used")
     start[replica, operation, step] = columns["start_ts"]
     end[replica, operation, step] = columns["start_ts"] + columns["duration"]
     rank = np.full((len(replicas), count), -1, dtype=np.int64)
@@ -280,7 +282,7 @@ def _whole(
         )
     if not kept:
         raise DataError(
-            "No replica is whole: ranks are missing from each",
+            "No replica is complete: each lacks ranks",
             "; ".join(warnings[-5:]),
             "Record all ranks.",
         )
@@ -294,12 +296,14 @@ def _whole(
         )
     if not whole.any():
         raise DataError(
-            "No step is whole: operations are missing from each",
+            "No step is complete: each lacks operations",
             "; ".join(warnings[-5:]),
             "Record the job again.",
         )
     if not usual.all():
-        warnings.append(f"{int((~usual).sum())} operation(s) are in few steps only and left out")
+        warnings.append(
+            f"{int((~usual).sum())} operation(s) occur in only a few steps and are left out"
+        )
     start, end, rank = (values[kept][:, usual] for values in (start, end, rank))
     start, end = start[..., whole], end[..., whole]
     origin = start.min(axis=(0, 1))

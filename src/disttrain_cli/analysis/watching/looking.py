@@ -304,9 +304,9 @@ def look_once(root: Path, steps: int = STEPS) -> Look:
     look = Watcher(root, steps).look()
     if look is None:
         raise DataError(
-            f"There is no whole step to judge in {root / 'traces'} yet",
-            "the first step of a start is warm-up, and a step counts once all ranks have recorded"
-            " it",
-            "Look again when two steps are done.",
+            f"There is no complete step to analyse in {root / 'traces'} yet",
+            "the first step of a start is warm-up, and a step is complete once all ranks have"
+            " recorded it",
+            "Try again after two steps.",
         )
     return look

@@ -203,7 +203,9 @@ class Source:
             try:
                 rows = fitted(table, self.columns)
             except ValueError as error:
-                self._say(f"{self.folder.name} {error}: another version writes it; left out")
+                self._say(
+                    f"{self.folder.name} {error}: it was written by another version; left out"
+                )
                 continue
             if len(rows):
                 last = int(rows.column("step").to_numpy().max())

@@ -24,16 +24,16 @@ from disttrain_cli.spec.runfile.data import is_url
 
 REINDEX = f"Index the data again with: {call('profile', reindex=True)}"
 MEANT = (
-    "Bring the data back as it was; where the change is meant, index all of it again:"
+    "Restore the data; if the change is intended, index all of it again:"
     f" {call('profile', reindex=True)}"
 )
-ADDED = f"Take the new shards in with: {call('profile')}"
+ADDED = f"Add the new shards with: {call('profile')}"
 EVEN = 128  # vocabulary sizes that are a multiple of it are divisible by all usual TP sizes
 MOST_NAMED = 8  # bad samples or changed shards that a message lists
 #: Usable samples in a tar, in a JSON and in a table.
 MEMBERS = (
-    "A tar holds KEY.jpg or KEY.flac with KEY.txt or KEY.json, or KEY.json with `segments` and its"
-    " files"
+    "A tar contains KEY.jpg or KEY.flac with KEY.txt or KEY.json, or KEY.json with `segments` and"
+    " its files"
 )
 RECORDS = (
     'A record is {"text": …}, {"image": …, "text": …}, or {"conversations": [{"from": "human",'
@@ -71,18 +71,18 @@ def checked_tokenizer(run: Run, inputs: ModelInputs) -> Tokenizer:
         named = [f"{text} is {one}" for one in beyond if (text := tokenizer.token(one)) is not None]
         reserved = len(beyond) - len(named)
         if reserved:
-            named.append(f"{reserved} reserved for what the model reads or draws")
+            named.append(f"{reserved} reserved for inputs and outputs of the model")
         shown = "; ".join([*named[:MOST_NAMED], *["…"] * (len(named) > MOST_NAMED)])
         raise SpecError(
             f"The tokenizer {run.file.data.tokenizer!r} does not fit the model",
             f"data.tokenizer has {tokenizer.vocabulary} ids with the special ones, "
             f"{inputs.llm} has a vocabulary of {inputs.vocabulary}: {shown}",
-            "Give the folder's embedding a row for each of them (in transformers:"
-            " model.resize_token_embeddings), or take them out of its tokenizer."
+            "Add a row for each of them to the folder's embedding (in transformers:"
+            " model.resize_token_embeddings), or remove them from its tokenizer."
             if run.file.model.folder is not None
             else f"Set model.modules.{inputs.llm}.config.vocab_size to at least"
-            f" {tokenizer.vocabulary}; {-(-tokenizer.vocabulary // EVEN) * EVEN} is divided by"
-            " every TP.",
+            f" {tokenizer.vocabulary}; {-(-tokenizer.vocabulary // EVEN) * EVEN} is divisible by"
+            " every TP size.",
         )
     return tokenizer
 
@@ -92,9 +92,9 @@ def check_sources(run: Run) -> None:
     if run.file.data.distribution is not None:
         raise DataError(
             "data.distribution has sizes only: there is nothing to train on",
-            f"given: {run.file.data.distribution.name}, which stands in for data when a cluster is"
-            " planned",
-            "Give data.sources instead of data.distribution in the run file, and profile again:"
+            f"given: {run.file.data.distribution.name}, which replaces data when planning a"
+            " cluster",
+            "Set data.sources instead of data.distribution in the run file, and profile again:"
             f" {call('profile')}",
         )
 
@@ -104,8 +104,8 @@ def check_text(samples: int, label_tokens: int) -> None:
     if not label_tokens:
         raise DataError(
             "The dataset has no text to train on",
-            f"{samples} samples of images alone, or of texts that are not trained: there is nothing"
-            " that the LLM could learn to write",
+            f"{samples} samples have only images, or texts without loss: there is no token for the"
+            " LLM to learn",
             "Add captions (KEY.txt) or text segments to the shards, or a source with text to"
             " data.sources.",
         )
@@ -194,11 +194,11 @@ def _check_there(run: Run, number: int, path: str) -> None:
         lines = [f"  {printable(name)}: gone" for name in gone[:MOST_NAMED]]
         more = f"\n  and {len(gone) - MOST_NAMED} more" if len(gone) > MOST_NAMED else ""
         raise MismatchError(
-            f"Shards of {shown(given)} are gone since they were indexed",
+            f"Shards of {shown(given)} were removed after they were indexed",
             f"given by data.sources[{number}].path; index {stored.path}\n"
             + "\n".join(lines)
             + more,
-            "Bring them back. Where that is meant, correct data.sources in the run file, and index,"
+            "Restore them. If this is intended, correct data.sources in the run file, and index,"
             f" profile and plan again: {call('profile', reindex=True)} && {call('plan')}",
         )
 
@@ -211,9 +211,9 @@ def _without_held_out(listing: Listing, of_all: Sequence[Listing]) -> Listing:
     also = [one for one in listing.shards if not one.held_out and _real(one.path) in held]
     if len(also) == sum(not one.held_out for one in listing.shards):
         raise DataError(
-            f"{shown(also[0].path)} is evaluated and cannot be trained on",
-            "it is of the validation split of another source, and its own source has nothing else",
-            "Take it out of data.sources, or give data.held_out, the share of the samples to"
+            f"{shown(also[0].path)} is used for evaluation and cannot be trained on",
+            "it is in the validation split of another source, and its source has nothing else",
+            "Remove it from data.sources, or set data.held_out, the share of the samples to"
             " evaluate on.",
         )
     return Listing(
@@ -241,7 +241,7 @@ def _with_text(shard: Shard, source: int, text: str | None) -> Shard:
             f"{shown(shard.path)} has no columns",
             f"given by data.sources[{source}].text: {printable(text)}, which names a column of"
             " Parquet or Arrow files",
-            f"Take data.sources[{source}].text out; {RECORDS[0].lower()}{RECORDS[1:]}.",
+            f"Remove data.sources[{source}].text; {RECORDS[0].lower()}{RECORDS[1:]}.",
         )
     return shard._replace(text=text)
 
@@ -280,7 +280,7 @@ def check_same(stored: Stored, now: dict[str, Any]) -> None:
     changed = [name for name in now if stored.inputs.get(name) != now[name]]
     if changed:
         raise MismatchError(
-            f"The sample index {stored.path} was made for another run file",
+            f"The sample index {stored.path} was built for a different run file",
             f"changed: {', '.join(changed)} (index {fingerprint(stored.inputs)}, now"
             f" {fingerprint(now)})",
             PROFILE,
@@ -402,11 +402,11 @@ def check_bad(run: Run, good: int, skipped: list[Skipped]) -> None:
     if unknown:
         raise BadSamplesError(
             skipped,
-            "Samples are lost with damaged or empty shards, and nothing tells how many",
+            "Damaged or empty shards lose an unknown number of samples",
             _named(unknown),
-            "Bring these files back whole, or take them out of the folder. data.max_bad_fraction: 1"
-            " uses what can be read of them. A tar that is whole and merely lacks the end marker"
-            " gets one with: truncate -s +1024 FILE",
+            "Restore these files, or remove them from the folder. data.max_bad_fraction: 1 uses"
+            " their readable part. A complete tar that merely lacks the end marker gets one with:"
+            " truncate -s +1024 FILE",
         )
     by_shard = Counter[str]()
     for one in skipped:
@@ -418,8 +418,8 @@ def check_bad(run: Run, good: int, skipped: list[Skipped]) -> None:
         " allows",
         f"by shard: {shards}\n{named}",
         f"See all of them: {call('data_check')}. Repair the shards, or raise data.max_bad_fraction"
-        " (long samples: data.sequence_length; shards that are left out on purpose: name the others"
-        " one by one in data.sources).",
+        " (long samples: data.sequence_length; to leave out shards on purpose, list the others one"
+        " by one in data.sources).",
     )
 
 

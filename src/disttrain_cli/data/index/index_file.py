@@ -110,7 +110,7 @@ def read_stored(path: Path) -> Stored:
     except (pa.ArrowException, OSError, KeyError, ValueError, TypeError, AttributeError) as error:
         raise DataError(f"Cannot read the sample index {path}", str(error), PROFILE) from None
     raise MismatchError(
-        f"The sample index {path} has another version",
+        f"The sample index {path} has a different version",
         f"index: {version}, this program: {INDEX_VERSION}",
         PROFILE,
     )

@@ -386,9 +386,9 @@ def held_out(index: Index) -> Index:
         raise DataError(
             "No sample is held out for the evaluation (train.evaluation)",
             f"samples: {len(index)}; without data.held_out the validation split of a folder in"
-            " data.sources is evaluated, and there is none",
+            " data.sources is used, and there is none",
             "Set or raise data.held_out, the share of the samples to evaluate on, name a folder"
-            " that has a train and a validation split, or leave train.evaluation out.",
+            " that has a train and a validation split, or remove train.evaluation.",
         )
     return replace(index, held=True)
 

@@ -202,7 +202,7 @@ def _batch(
     keep[list(misfits)] = False
     for index in np.flatnonzero(~keep).tolist():
         if not counts[index]:
-            reason = "nothing in it that this model reads"
+            reason = "contains nothing that this model reads"
         else:
             too_long = f"too long: {lengths[index]} of at most {inputs.sequence_length} tokens"
             reason = misfits.get(index, too_long)
@@ -236,7 +236,7 @@ def _without_placeholders(
         for sample in one.samples if isinstance(one, Compact) else [one]:
             texts = (own.text for own in sample.segments if own.kind == TEXT)
             if found := next(filter(None, map(inside.search, texts)), None):
-                reason = f"a text contains {found[0]}, which stands for an image or a video"
+                reason = f"a text contains {found[0]}, the placeholder of an image or a video"
                 skipped.append(Skipped(label, sample.key, reason))
             else:
                 kept.append(sample)

@@ -60,16 +60,15 @@ def reading_processes(
             for _ in range(ATTEMPTS):
                 process = held = held or processes.start()
                 if ended:
-                    progress(f"a process ended ({ended}): {job.label} is read again", 0, 0)
+                    progress(f"a process ended ({ended}): retrying {job.label}", 0, 0)
                 if (answer := _asked(process, [*job, str(path)])) is not None:
                     return _check(answer)
                 held, ended = None, _ending(process)
             raise DataError(
-                f"The shard {job.label} cannot be read: every process that reads it ends",
-                f"{ATTEMPTS} did, the last one {ended}; SIGKILL is mostly sent where memory runs"
-                " out",
-                "Free memory, or cut the shard into smaller ones, and run the command again: it"
-                " goes on with what is read.",
+                f"The shard {job.label} cannot be read: every process that reads it dies",
+                f"{ATTEMPTS} did, the last one {ended}; SIGKILL mostly means that memory ran out",
+                "Free memory, or split the shard into smaller ones, and run the command again: it"
+                " resumes with the remaining shards.",
             )
         finally:
             idle.put(held)

@@ -61,7 +61,7 @@ def lost_samples(shards: Sequence[ReadShard]) -> list[tuple[int, Skipped]]:
             known = one.samples is not None
             lost.append((place, one if known else _counted(one, _lost(one, shard, whole))))
         if not shard.held and not shard.skipped and _stated(shard.shard) != 0:
-            empty = Skipped(shard.label, "", "it holds no sample", None, cut=True)
+            empty = Skipped(shard.label, "", "it contains no sample", None, cut=True)
             if shard.size and shard.shard.form != "tar":  # a complete table or list without rows
                 others.append(empty._replace(samples=0, cut=False))
             else:

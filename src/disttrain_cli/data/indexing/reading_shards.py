@@ -73,7 +73,7 @@ def in_order(
     left = [number for number, path in enumerate(paths) if not path.is_file()]
     count = _processes([parts[number] for number in left]) if processes is None else processes
     if left and (unfinished := _unfinished(run)):
-        progress(f"{', '.join(unfinished)} not ended: {len(left)} shards are read here", 0, 0)
+        progress(f"{', '.join(unfinished)} not finished: {len(left)} shards are read here", 0, 0)
     with ExitStack() as stack:
         reading: dict[int, Future[None]] = {}
         if count and left:

@@ -48,7 +48,7 @@ class Policy:
         self._name, self._layout, self._inputs = name, layout, inputs
         self._best: Best | None = None
         if name == "best":
-            assert profile is not None, "the policy best simulates with a profile"
+            assert profile is not None, "the policy best needs a profile for its simulation"
             self._best = Best(
                 profile, layout, gpus_per_node, memory_gib or profile.device.memory_gib
             )

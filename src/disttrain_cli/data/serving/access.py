@@ -41,9 +41,10 @@ def access_of(run: Run) -> Access:
         scheme, host = _parts(address, f"preprocess.addresses.{index}")
         if not is_loopback(host) and (scheme != TLS or access.token is None):
             raise SpecError(
-                f"preprocess.addresses.{index}: a worker beyond loopback needs TLS and a token",
+                f"preprocess.addresses.{index}: a worker on an address other than loopback needs"
+                " TLS and a token",
                 f"given: {address}, preprocess.token_file: {spec.token_file or 'none'}",
-                f"Give {TLS}://{address.partition('://')[2]}, preprocess.tls_ca and"
+                f"Set {TLS}://{address.partition('://')[2]}, preprocess.tls_ca and"
                 " preprocess.token_file.",
             )
     return access
@@ -62,9 +63,9 @@ def read_token(path: Path) -> str:
     token = read_secret(path, "preprocess.token_file").strip()
     if not re.fullmatch(rb"[!-~]+", token):
         raise SpecError(
-            f"preprocess.token_file: {path} holds no token",
+            f"preprocess.token_file: {path} contains no token",
             "a token is one line of ASCII letters, digits and signs, without blanks",
-            f"Make one: openssl rand -hex 32 > {path}",
+            f"Create one: openssl rand -hex 32 > {path}",
         )
     return token.decode()
 
@@ -75,7 +76,7 @@ def read_secret(path: Path, name: str) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise SpecError(
-            f"{name}: cannot read {path}", str(error), "Give a file that can be read."
+            f"{name}: cannot read {path}", str(error), "Name a readable file."
         ) from None
 
 

@@ -32,7 +32,7 @@ RETRY_S = 1.0  # between two handshakes with a worker that is left out
 SAY_EVERY_S = 5.0
 SLOW_S = 10.0  # without an answer from a live worker, before its name is reported
 GREETINGS_AT_ONCE = 8
-NOT_YET = "not asked yet"
+NOT_YET = "not contacted yet"
 
 
 class UnansweredError(RankFailedError):
@@ -137,8 +137,8 @@ class Workers:
                 raise UnansweredError(
                     f"The preprocessing worker {connection.address} did not prepare {what} in"
                     f" {self._wait_s:g} s (preprocess.wait_s)",
-                    "It lives and sends no answer: its disk or decoding may hang.",
-                    f"Start it again, {call('data_serve')}, then: {call('train', resume=True)}",
+                    "It is running but does not answer: its disk or decoding may hang.",
+                    f"Restart it, {call('data_serve')}, then: {call('train', resume=True)}",
                 )
             if waited_s >= SLOW_S:
                 self._say_now_and_then(
@@ -181,7 +181,7 @@ class Workers:
         return RankFailedError(
             f"No preprocessing worker answered for {self._wait_s:g} s (preprocess.wait_s)",
             "\n".join(reasons),
-            f"Start them again, {call('data_serve')}, then: {call('train', resume=True)}",
+            f"Restart them, {call('data_serve')}, then: {call('train', resume=True)}",
         )
 
     def _say_waiting(self, waited_s: float) -> None:
@@ -263,9 +263,9 @@ def check_workers(
     if wait_s >= hang_s:
         raise SpecError(
             "preprocess.wait_s must be shorter than train.hang_s",
-            f"given: {wait_s:g} s and {hang_s:g} s, after which a rank without progress is taken to"
-            " hang",
-            "Raise train.timeout_s and train.hang_s, or wait less for workers.",
+            f"given: {wait_s:g} s and {hang_s:g} s, after which a rank without progress counts as"
+            " hung",
+            "Raise train.timeout_s and train.hang_s, or lower preprocess.wait_s.",
         )
     if steps > run.file.train.total_steps:
         raise SpecError(
@@ -303,7 +303,7 @@ def all_refused(errors: list[DisttrainError]) -> DisttrainError:
     if len(errors) == 1:
         return first
     why = "\n".join(f"{error.what}: {_one_line(error.why)}" for error in errors)
-    return type(first)("No preprocessing worker fits this run", why, first.next_step)
+    return type(first)("No preprocessing worker matches this run", why, first.next_step)
 
 
 def _reason(why: DisttrainError | str) -> str:

@@ -154,7 +154,7 @@ class Connection:
             return DisttrainError(
                 f"The preprocessing worker {self.address} refuses this run",
                 "the token is wrong or missing",
-                "Give preprocess.token_file the token of the worker, in its run file and in this"
+                "Put the same token into preprocess.token_file of the worker's run file and of this"
                 " one.",
             )
         if self.address.startswith(TLS) and CERTIFICATE.search(said):
@@ -162,11 +162,11 @@ class Connection:
                 f"The certificate of the preprocessing worker {self.address} is not the one"
                 " expected",
                 said,
-                "Give preprocess.tls_ca the certificate that signed the worker's, and an address"
-                " that it names.",
+                "Set preprocess.tls_ca to the certificate that signed the worker's, and use an"
+                " address that it names.",
             )
         if isinstance(error, flight.FlightServerError):
             return RankFailedError(
-                f"The preprocessing worker {self.address} failed", said, "Its own output says more."
+                f"The preprocessing worker {self.address} failed", said, "See its output."
             )
         return UnreachableError(said)

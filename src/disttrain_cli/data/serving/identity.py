@@ -56,9 +56,9 @@ def check_same(address: str, theirs: Identity, ours: Identity) -> None:
             for name in names
         ]
         raise MismatchError(
-            f"The preprocessing worker {address} is not of this run",
+            f"The preprocessing worker {address} does not belong to this run",
             "\n".join(lines),
-            f"Start it again with this run's files, program and data: {call('data_serve')}",
+            f"Restart it with this run's files, program and data: {call('data_serve')}",
         )
 
 

@@ -105,7 +105,7 @@ def open_worker(task: Task) -> Worker:
         raise DisttrainError(
             f"A preprocessing worker cannot listen on {address}",
             str(error),
-            f"Choose other ports, {argument('port')}, or end what uses them; check"
+            f"Choose other ports, {argument('port')}, or stop the process that uses them; check"
             f" {argument('tls_cert')} and {argument('tls_key')}.",
         ) from None
 

@@ -61,7 +61,7 @@ def check_open(
     raise UsageError(
         f"Serving on {host} opens the data to the network: that needs TLS and a token",
         f"missing: {', '.join(missing)}",
-        f"Give {argument('tls_cert')} and {argument('tls_key')}, and preprocess.token_file in the"
+        f"Set {argument('tls_cert')} and {argument('tls_key')}, and preprocess.token_file in the"
         " run file; or serve"
         " on 127.0.0.1.",
     )
@@ -125,7 +125,7 @@ def _port(process: Process) -> int:
     if not line:
         raise DisttrainError(
             "A preprocessing worker ended before it served",
-            f"exit code {process.popen.wait()}; its last words stand above",
+            f"exit code {process.popen.wait()}; see its output above",
         )
     told = json.loads(line)
     if "error" in told:
@@ -142,7 +142,7 @@ def _keep(process: Process, note: Callable[[str], None]) -> None:
         if now_s - process.started_s > HEALTHY_S:
             process.pause_s = FIRST_PAUSE_S
         note(
-            f"The worker {address} ended ({_ending(process, code)}); it starts again in"
+            f"The worker {address} ended ({_ending(process, code)}); it restarts in"
             f" {process.pause_s:g} s"
         )
         process.due_s = now_s + process.pause_s

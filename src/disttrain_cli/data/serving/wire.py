@@ -148,7 +148,7 @@ def _read(about: dict[str, Any], chunks: Iterator[Any]) -> Any:
     while missing:
         chunk = next(chunks, None)
         if chunk is None:
-            raise EOFError("the worker's answer ends in the middle of a tensor")
+            raise EOFError("the worker's answer is truncated within a tensor")
         pieces.append(chunk.data.column(0).to_numpy(zero_copy_only=True))
         missing -= len(pieces[-1])
     if not pieces:

@@ -72,7 +72,7 @@ class Worker(flight.FlightServerBase):
         try:
             self._check(request)
         except ValueError as error:
-            raise flight.FlightServerError(f"there is nothing to answer: {error}") from None
+            raise flight.FlightServerError(f"the request cannot be answered: {error}") from None
         answer = self._assignment(request) if isinstance(request, int) else self._slot(request)
         return flight.GeneratorStream(wire.SCHEMA, answer)
 

@@ -137,10 +137,10 @@ def with_files(text: str, names: Sequence[str]) -> list[Part]:
     each = {MARK: _only("image", names), WRITTEN_FILM: _only("video", names)}
     for mark, what in ((MARK, "images"), (WRITTEN_FILM, "videos")):
         if (count := marks.count(mark)) != len(each[mark]):
-            raise ValueError(f"{count} marks {mark} for {len(each[mark])} {what}")
+            raise ValueError(f"{count} occurrences of {mark} for {len(each[mark])} {what}")
     pieces = WRITTEN_MARKS.split(text)
     if not any(piece.strip() for piece in pieces):
-        raise ValueError("the text has marks alone")
+        raise ValueError("the text consists only of markers")
     files = {mark: iter(own) for mark, own in each.items()}
     parts = [Part(TEXT, pieces[0])]
     for mark, piece in zip(marks, pieces[1:], strict=True):
@@ -335,7 +335,7 @@ def _said(record: Any, beside: Sequence[str], used: bool = True) -> tuple[list[T
         if (count := marks.count(mark)) != len(names):
             shown = MARK if mark == MARK else WRITTEN_FILM
             raise ValueError(
-                f"{count} marks {shown} for {len(names)} {what}{_unread_parts(record)}"
+                f"{count} occurrences of {shown} for {len(names)} {what}{_unread_parts(record)}"
             )
     images = _with_budgets(turns, images)
     if not videos:
@@ -385,7 +385,7 @@ def _marks(text: str) -> list[str]:
 def _unread_parts(record: dict[str, Any]) -> str:
     """Return an addition to messages if parts have unread keys, which may name their files."""
     names = [name for name in unread_keys(record) if name.startswith("part")]
-    return f"; left unread: {', '.join(names)}" if names else ""
+    return f"; ignored: {', '.join(names)}" if names else ""
 
 
 def _listed(record: dict[str, Any], fields: Sequence[str]) -> list[str]:
@@ -442,7 +442,7 @@ def _turns(record: dict[str, Any]) -> list[Turn]:
         return []
     field, given, system = fields[0], record[fields[0]], record.get("system")
     if record[fields[-1]] != given:
-        raise ValueError(f"`{fields[0]}` and `{fields[1]}` differ: keep what is meant")
+        raise ValueError(f"`{fields[0]}` and `{fields[1]}` differ: keep the intended one")
     if not isinstance(given, list) or not given:
         raise ValueError(f"`{field}` must be a list with at least one turn")
     turns = [_turn(turn, f"{field}[{number}]") for number, turn in enumerate(given)]
@@ -457,7 +457,7 @@ def _turns(record: dict[str, Any]) -> list[Turn]:
     if turns[0].role != "system":
         return [first, *turns]
     if turns[0].said != first.said:
-        raise ValueError(f"`system` and the system turn of `{field}` differ: keep what is meant")
+        raise ValueError(f"`system` and the system turn of `{field}` differ: keep the intended one")
     return turns
 
 
@@ -475,7 +475,7 @@ def _turn(turn: Any, where: str) -> Turn:
     if role not in BEFORE or not isinstance(said, str | list):
         known = "system, human, gpt, user, assistant"
         if isinstance(who, str) and role not in BEFORE:
-            raise ValueError(f"{where} is of {who!r}, which is not read; known: {known}")
+            raise ValueError(f"{where} is of {who!r}, which is not supported; known: {known}")
         raise ValueError(
             f"{where} must have `from` or `role` ({known}), and `value` or `content` (a text, or a"
             " list of texts and images)"
@@ -527,5 +527,5 @@ def document_text(record: Mapping[str, Any], caption: bool) -> str:
             + (f"; {form} are not read: write them as turns" if form else "")
         )
     if not isinstance(record[field], str) or not record[field].strip():
-        raise ValueError(f"`{field}` must be a text that is not empty")
+        raise ValueError(f"`{field}` must be a non-empty text")
     return clean(record[field])

@@ -102,12 +102,14 @@ class Schema(NamedTuple):
         """Return the error that these columns cannot be read; it lists all of them."""
         columns = ", ".join(f"{field.name} ({field.type})" for field in list(self.form)[:40])
         return DataError(
-            f"Cannot tell images and texts in {self.label}", f"{why}\ncolumns: {columns}", next_step
+            f"Cannot identify images and texts in {self.label}",
+            f"{why}\ncolumns: {columns}",
+            next_step,
         )
 
     def several(self, columns: Iterable[str], what: str, next_step: str) -> DataError:
         """Return the error that several columns are candidates."""
-        return self.refused(f"several columns may hold {what}: {', '.join(columns)}", next_step)
+        return self.refused(f"several columns may contain {what}: {', '.join(columns)}", next_step)
 
 
 def find_columns(form: pa.Schema, label: str, text: str = "") -> Columns:
@@ -183,13 +185,14 @@ def _of_texts(schema: Schema, text: str) -> Columns:
     named = [name for name in schema.kinds if name.lower().endswith("file_name")]
     if named and not files and PurePosixPath(schema.label).stem == "metadata":
         raise schema.refused(
-            f"`{named[0]}` names the pictures of an imagefolder, which are read by metadata.jsonl",
-            "Write the same rows as metadata.jsonl, one JSON a line.",
+            f"`{named[0]}` names the images of an imagefolder, which are read through"
+            " metadata.jsonl",
+            "Write the same rows as metadata.jsonl, one JSON object per line.",
         )
     if elsewhere := [] if files else _pictures_elsewhere(schema.kinds):
         raise schema.refused(
-            "no column holds image bytes",
-            f"`{elsewhere[0]}` seems to name pictures elsewhere: download them first, e.g. with"
+            "no column contains image bytes",
+            f"`{elsewhere[0]}` seems to name images elsewhere: download them first, e.g. with"
             " img2dataset.",
         )
     texts = (text,) if text else _texts(schema, files)
@@ -199,7 +202,7 @@ def _of_texts(schema: Schema, text: str) -> Columns:
         by_key = {name.lower(): name for name in texts if name.lower() in TEXTS and not text}
         return Columns(files, record=(by_key or {TEXTS[0]: texts[0]}) | others)
     if lists:
-        raise schema.refused(f"`{lists[0]}` holds lists", "Write one clip a row.")
+        raise schema.refused(f"`{lists[0]}` contains lists", "Write one clip per row.")
     if others and not text:
         changed = next(iter(others.values()))
         raise schema.refused(f"`{changed}` may change what the texts mean", f"Please {NAME_IT}.")
@@ -226,7 +229,7 @@ def _turns(schema: Schema, text: str) -> dict[str, str]:
         return {TURNS[0]: text}
     if kind in (FILES, OTHER) or _is_struct(schema, text):
         raise schema.refused(
-            f"`{text}`, which data.sources[].text names, holds neither texts nor turns",
+            f"`{text}`, which data.sources[].text names, contains neither texts nor turns",
             "Name a column of strings, or of lists of turns.",
         )
     return {PAIRS: text} if kind == PAIRS else {}
@@ -259,15 +262,15 @@ def _texts(schema: Schema, files: Mapping[str, str]) -> tuple[str, ...]:
     spoken = SPOKEN_TEXTS if "audio" in files else ()
     texts = schema.named(*TEXTS) or schema.named(*OTHER_TEXTS, *spoken)
     if wrong := [name for name in texts if not _is_text(schema, name)]:
-        raise schema.refused(f"`{wrong[0]}` holds no strings", f"Write strings, or {NAME_IT}.")
+        raise schema.refused(f"`{wrong[0]}` contains no strings", f"Write strings, or {NAME_IT}.")
     if not texts:
         raise _nameless(schema, files)
     if len(texts) > 1 and texts[0].lower() not in TEXTS:
         raise schema.several(texts, "the texts", f"Please {NAME_IT}.")
     if not files and texts[0].lower() == TEXTS[1]:
         raise schema.refused(
-            f"no column holds the images of `{texts[0]}`",
-            f"Write the images beside it; if it is a corpus, {NAME_IT}: {texts[0]}.",
+            f"no column contains the images of `{texts[0]}`",
+            f"Add a column of images; if it is a corpus, {NAME_IT}: {texts[0]}.",
         )
     return tuple(texts if files else texts[:1])
 
@@ -277,10 +280,10 @@ def _nameless(schema: Schema, files: Mapping[str, str]) -> DataError:
     usual = ", ".join((*TURNS, *TEXTS, *OTHER_TEXTS, *(SPOKEN_TEXTS if "audio" in files else ())))
     found = [name for name, kind in schema.kinds.items() if kind in (TEXT, TURN_LIST, PAIRS)]
     return schema.refused(
-        f"no column holds texts or turns by its name ({usual})",
+        f"no column has a name of texts or turns ({usual})",
         (
-            f"If {' or '.join(found[:8])} holds the texts or turns, {NAME_IT}. Questions and"
-            " answers in columns of their own are written as turns of `messages`."
+            f"If {' or '.join(found[:8])} contains the texts or turns, {NAME_IT}. Questions and"
+            " answers in separate columns must be written as turns of `messages`."
             if found
             else "Images are binary or {bytes, path}, texts are strings; or lists `images` and"
             " `texts` of them."

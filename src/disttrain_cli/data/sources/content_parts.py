@@ -48,14 +48,14 @@ def read_part(part: Any, where: str) -> str | PartFile:
     if not isinstance(type_, str) or type_ == "text":
         raise ValueError(f"{where} has a part that is neither a text nor an image or a video")
     if type_ not in MEDIA_OF:
-        raise ValueError(f"{where} has a part of the type {type_!r}, which is not read")
+        raise ValueError(f"{where} has a part of the type {type_!r}, which is not supported")
     media = MEDIA_OF[type_]
     if other := next((key for key in types if MEDIA_OF.get(key) != media), None):
         raise ValueError(f"{where} has a part with `{type_}` and `{other}`: write two parts")
     chosen = [key for key in OF_FRAMES if given.get(key) is not None] if media == "video" else []
     if chosen:
         raise ValueError(
-            f"{where} has a video with `{chosen[0]}`, which is not read (data.video is)"
+            f"{where} has a video with `{chosen[0]}`, which is not supported (data.video is)"
         )
     file = _file(given, media, where)
     return file._replace(budget=budget_of(given, where)) if media == "image" else file
@@ -72,7 +72,7 @@ def _file(part: Mapping[str, Any], media: str, where: str) -> PartFile:
     if index is None or names:
         return PartFile(media, next(iter(names), ""))
     if isinstance(index, bool) or not isinstance(index, int | float) or index % 1:
-        raise ValueError(f"{where} has a part with the index {index!r}, which is no number")
+        raise ValueError(f"{where} has a part with the index {index!r}, which is not a number")
     return PartFile(media, place=int(index))
 
 
@@ -89,7 +89,7 @@ def _name(value: Any, key: str, where: str) -> str:
             return _name(value.get("data"), "base64", where)
         value = value.get("url") or value.get("path")
     if isinstance(value, list):
-        raise ValueError(f"{where} has a file given as a list of frames, which is not read")
+        raise ValueError(f"{where} has a file given as a list of frames, which is not supported")
     if not isinstance(value, str):
         raise ValueError(f"{where} has at `{key}` neither a name nor a data URI")
     return value

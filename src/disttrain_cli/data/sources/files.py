@@ -116,8 +116,8 @@ class RemoteFile:
                 # the beginning of the file would look like damage
                 if offset and len(data) > max(0, min(size, self.size - offset)):
                     raise DataError(
-                        f"The server of {shown_url(self._url)} answers requests for a part with the"
-                        " whole",
+                        f"The server of {shown_url(self._url)} answers range requests with the"
+                        " whole file",
                         f"asked for {size} bytes at {offset}, sent {len(data)}",
                         "Copy the data to this machine, or serve them with support for HTTP"
                         " ranges.",
@@ -190,7 +190,7 @@ def state_of(path: str) -> list[Any]:
             raise DataError(
                 f"Cannot read the shard {printable(path)}",
                 error.strerror or str(error),
-                "Bring it back, or take it out of data.sources.",
+                "Restore it, or remove it from data.sources.",
             ) from None
         return [status.st_size, status.st_mtime_ns]
     system, inside = file_system(path)

@@ -66,7 +66,7 @@ EXPECTED |= {*PICTURES, ".gif", ".bmp", ".tif", ".tiff", ".md"}
 EXPECTED_NAMES = ("license", "readme", "notice", "_success", "_metadata", "_common_metadata")
 #: A shard of a set; a folder may hold several sets.
 NAMED_SET = re.compile(r"(?P<folder>.*/)?(?P<set>[^/]+)-\d{5}-of-\d{5}")
-DESCRIBES = "another form, which describes the data"
+DESCRIBES = "another format, which describes the data"
 HEAD_BYTES = 64  # of a JSON, which show if it may be a list of records
 MOST_NAMED = 3  # files that a message lists
 
@@ -114,7 +114,7 @@ def list_source(
     if (form or not is_url(path)) and is_file(path):
         if form is None:
             raise DataError(
-                f"The form of {shown(path)} is not known",
+                f"The format of {shown(path)} is unknown",
                 f"known: {', '.join(FORMS)}; {given}",
                 hint,
             )
@@ -137,7 +137,7 @@ def list_source(
             raise ambiguous(
                 f"{printable(link)} is a link to a folder, which is not followed, and may be a"
                 " split",
-                "Name the folder that it leads to as the source, or put the files there.",
+                "Use the target folder as the source, or move the files there.",
             )
     declared = _declared(path, files, ambiguous)
     if declared:
@@ -155,22 +155,22 @@ def list_source(
         raise DataError(f"There is no dataset at {shown(path)}", given, hint)
     if not forms and any(name.lower().endswith(PICTURES) for name in files):
         raise DataError(
-            f"The dataset {shown(path)} has pictures without texts",
+            f"The dataset {shown(path)} has images without texts",
             given,
-            'Write metadata.jsonl beside them, one line a picture: {"file_name": "1.jpg", "text":'
+            'Add metadata.jsonl to the folder, one line per image: {"file_name": "1.jpg", "text":'
             ' "…"}',
         )
     if not forms:
         known = ", ".join(f"*{suffix}" for suffix in FORMS)
         if any(_is_packed(name) for name in files):
-            hint = "Unpack what is compressed: samples are read in any order."
+            hint = "Decompress the files: samples are read in any order."
         elif any(map(_form, files)):
-            hint = "Name the folder that the shards lie in."
+            hint = "Name the folder that contains the shards."
         raise DataError(
             (
                 f"The dataset {shown(path)} is empty"
                 if not files and not aside
-                else f"The dataset {shown(path)} holds no shard"
+                else f"The dataset {shown(path)} contains no shard"
             ),
             f"no {known} in it{''.join(f', but {printable(name)}' for name in files[:3])}"
             + "".join(f"; {_listed(names)}: {why}" for names, why in aside)
@@ -229,8 +229,8 @@ def _chosen(
     for name in (*train, *held):
         if name in packed and (not chosen or packed[name] in read):
             raise ambiguous(
-                f"{printable(name)} is packed and cannot be read",
-                "Unpack it, or move it to another folder.",
+                f"{printable(name)} is compressed and cannot be read",
+                "Decompress it, or move it to another folder.",
             )
     named = {*chosen, *(name for names, _ in unread for name in names)}
     rest = [name for name in files if name not in named and not _is_expected(name)]
@@ -240,7 +240,7 @@ def _chosen(
     for own in (train, held):
         for gap in gaps([name for name in own if name in chosen]):
             if not gap.certain:
-                notes.append(f"not there: {printable(gap.shown)} (a gap in the numbers)")
+                notes.append(f"missing: {printable(gap.shown)} (a gap in the numbering)")
     return chosen, [*notes, *_not_read(unread)]
 
 
@@ -268,14 +268,14 @@ def _by_split(
     used = TRAIN if TRAIN in splits else None
     if not by_split[used]:
         if len(splits) == 1:
-            return [*names], [], [], [f"trained on: the split {splits[0]}, there is no other"]
+            return [*names], [], [], [f"trained on: the split {splits[0]}, the only one"]
         raise ambiguous(
-            f"it holds the splits {' and '.join(splits)}, and none to train on",
-            "Name the folder or the files that are meant.",
+            f"it contains the splits {' and '.join(splits)}, but none to train on",
+            "Name the intended folder or files.",
         )
     held = by_split[VALIDATION] if validation else []
     unread = [
-        (own, f"the split {split}" if split else "no split in its name, beside the split train")
+        (own, f"the split {split}" if split else "no split in its name, next to the split train")
         for split, own in by_split.items()
         if split != used and own is not held
     ]
@@ -292,14 +292,14 @@ def _declared(path: str, files: Sequence[str], ambiguous: Ambiguous) -> dict[str
     configs = declared_splits(path, files)
     if not configs:
         return {}
-    (splits, *others), next_step = configs.values(), "Name the folder or the files that are meant."
+    (splits, *others), next_step = configs.values(), "Name the intended folder or files."
     if others:
         raise ambiguous(f"its README.md declares the configs {_listed([*configs])}", next_step)
     to_train = [split for split in splits if _split(split) == TRAIN]
     train = to_train if len(to_train) == 1 else [one for one in to_train if one == TRAIN]
     train = train or ([*splits] if len(splits) == 1 else [])
     if not train or not any(map(_form, splits[train[0]])):
-        none = f"no file of {printable(train[0])} is read" if train else "none to train on"
+        none = f"no file of {printable(train[0])} is supported" if train else "no split to train on"
         raise ambiguous(
             f"its README.md declares the splits {_listed([*splits])}, and {none}", next_step
         )
@@ -321,10 +321,9 @@ def _check_sets(names: Sequence[str], ambiguous: Ambiguous) -> None:
         other = first.setdefault(one["folder"] or "", one)
         if other["set"] != one["set"]:
             raise ambiguous(
-                f"it holds several sets of shards, such as {printable(other.string)} and"
+                f"it contains several sets of shards, such as {printable(other.string)} and"
                 f" {printable(one.string)}",
-                "Name the files that are meant as sources, or move each set to a folder of its"
-                " own.",
+                "List the intended files as sources, or move each set to a separate folder.",
             )
 
 
@@ -358,9 +357,9 @@ def _of_one_form(
     for name in others:
         if not _describes(path, files, name, forms[name], own):
             raise ambiguous(
-                f"it holds two forms of data, such as {printable(own[0])} and {printable(name)}",
-                "Name the folders or files that are meant as sources of their own, or move the"
-                " others away.",
+                f"it contains two formats of data, such as {printable(own[0])} and"
+                f" {printable(name)}",
+                "List the intended folders or files as separate sources, or move the others away.",
             )
     return own, others
 
@@ -400,7 +399,7 @@ def _kind(name: str) -> str:
         return "packed"
     if _form(name) and "/" not in name:
         return DESCRIBES
-    return "in folders below" if _form(name) else "no form that is read"
+    return "in subfolders" if _form(name) else "no supported format"
 
 
 def _is_expected(name: str) -> bool:

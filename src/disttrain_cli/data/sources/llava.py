@@ -106,7 +106,7 @@ class LlavaShard:
             )
         data = file.read(0, location.size)
         if len(data) < location.size:
-            raise ValueError(f"{shown_name(name)} is cut")
+            raise ValueError(f"{shown_name(name)} is truncated")
         return data
 
     def file_name(self, media: str, location: Location, record: Location) -> str:
@@ -121,7 +121,7 @@ class LlavaShard:
     def _record(self, location: Location) -> Any:
         data = self._file.read(*location)
         if len(data) < location.size:
-            raise ValueError("the JSON is cut")
+            raise ValueError("the JSON is truncated")
         return with_turns(json.loads(data))
 
 
@@ -182,7 +182,7 @@ def read_llava(
         yield from early
     except (OSError, ValueError, RecursionError) as error:
         yield from early
-        reason, at = f"not a whole list of records: {error}", getattr(error, "at", at)
+        reason, at = f"not a complete list of records: {error}", getattr(error, "at", at)
         yield Skipped(label, "", reason, None, file.size - at, cut=True)
 
 
@@ -206,7 +206,7 @@ def open_image(folder: str, name: str) -> File:
     if not remote and name.startswith(("/", "file://")):
         name = name.removeprefix("file://").removeprefix(os.path.join(os.path.abspath(folder), ""))
     if LEADS_OUT.search(name):
-        raise missing_file(name, "leads out of the folder of images")
+        raise missing_file(name, "points outside of the folder of images")
     path = join(folder, name)
     try:
         if remote:
@@ -220,7 +220,7 @@ def open_image(folder: str, name: str) -> File:
                     raise
                 inside = _below(path, folder)
         if not inside:
-            raise missing_file(name, "leads out of the folder of images by a link")
+            raise missing_file(name, "points outside of the folder of images through a link")
         return LocalFile(path)
     except OSError as error:
         raise missing_file(name, f"cannot be opened: {error.strerror or error}") from None
@@ -316,7 +316,7 @@ def _lines(file: File) -> Iterator[Record]:
             location = Location(start, offset - start)
             value, wrong = None, ""
             if location.size > MAX_TEXT_BYTES:
-                wrong = "not valid JSON: it holds zero bytes" if b"\0" in line else ""
+                wrong = "not valid JSON: it contains zero bytes" if b"\0" in line else ""
             elif line.strip():
                 try:
                     value = json.loads(line)
@@ -344,14 +344,14 @@ def _list(stream: BinaryIO, start: int = 0) -> Iterator[Record]:
         if window.text.startswith("\xef\xbb\xbf"):  # a byte order mark
             window.at = 3
         if window.next() != "[":
-            raise window.damage("the JSON is no list")
+            raise window.damage("the JSON is not a list")
         window.at += 1
         if window.next() == "]":
             window.at += 1
         else:
             yield from window.elements()
         if window.next():
-            raise window.damage("more behind the end of the list")
+            raise window.damage("data after the end of the list")
 
 
 def _of_list(record: Record) -> Record:

@@ -109,7 +109,7 @@ def check_conversation(record: Mapping[str, Any], texts: Sequence[str]) -> None:
     if says(record.get(OBJECTS)):
         for mark in OBJECT_MARKS:
             if any(mark in text for text in texts):
-                raise ValueError(f"`{OBJECTS}` is not read, and {mark} in a text stands for it")
+                raise ValueError(f"`{OBJECTS}` is not read, and {mark} in a text refers to it")
     for key in OF_TEMPLATE:
         if says(record.get(key)):
             raise ValueError(f"`{key}` of a record is not read")
@@ -132,7 +132,7 @@ def check_text(record: Mapping[str, Any]) -> None:
                 raise ValueError(f"a text that is a JSON of {form}: write them as turns")
     _check_preferences(record)
     if form := prompted(key for key in record if says(record[key])):
-        raise ValueError(f"a text beside {form}: keep what is meant")
+        raise ValueError(f"a text next to {form}: keep the intended one")
     for key, value in record.items():
         if _holds_turns(value):
             raise ValueError(f"`{key}` has turns: they are read from `messages`")
@@ -176,7 +176,7 @@ def check_turn(turn: Mapping[str, Any], where: str) -> None:
     _check_preferences(turn)
     for key in MEDIA_OF_TURNS:
         if says(turn.get(key)):
-            raise ValueError(f"{where} has `{key}`: it is read beside the turns, not in them")
+            raise ValueError(f"{where} has `{key}`: it is supported next to the turns, not in them")
     for key in DETAILS:
         if says(turn.get(key)):
             raise ValueError(f"{where} has `{key}`: a turn is trained as a whole or not at all")
@@ -187,7 +187,7 @@ def is_trained(turn: Mapping[str, Any], role: str, where: str) -> bool:
     flags = {key: turn[key] for key in (*FLAGS, MASKED) if turn.get(key) is not None}
     for key, value in flags.items():
         if not isinstance(value, bool | int | float) or value not in (0, 1):
-            raise ValueError(f"{where} has the {key} {value!r}; read are 0 and 1")
+            raise ValueError(f"{where} has the {key} {value!r}; supported are 0 and 1")
     trained = {bool(value) != (key == MASKED) for key, value in flags.items()}
     if len(trained) > 1:
         named = " and ".join(f"`{key}: {value}`" for key, value in flags.items())

@@ -232,7 +232,7 @@ def _said(chat: ChatForm | None, key: str, row: int, given: Row) -> Sample | Com
         if name not in files[media]:
             raise missing_file(
                 name,
-                f"is named and not in the table: {media}s of tables are read as bytes, binary or"
+                f"is named but not in the table: {media}s of tables are read as bytes, binary or"
                 " {bytes, path}",
             )
         file = files[media][name]

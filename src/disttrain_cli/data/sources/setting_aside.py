@@ -16,7 +16,7 @@ from disttrain_cli.spec.runfile.data import is_url
 
 STATE, STATE_BYTES = "state.json", 16 * 1024 * 1024  # of a Hugging Face dataset that was saved
 TEMPORARY = "_temporary"  # folder to which a Spark job writes
-SAVED = "not of the dataset that was saved last, as state.json says"
+SAVED = "not part of the last saved dataset, according to state.json"
 
 
 def set_aside(
@@ -47,7 +47,7 @@ def _reason(
         return None
     folder, _, file = name.rpartition("/")
     if TEMPORARY in folder.split("/"):
-        return "left over by a job that did not end"
+        return "left over from a job that did not finish"
     if of_name == "arrow" and file not in saved.get(folder, (file,)):
         return SAVED
     if is_url(path):

@@ -154,7 +154,7 @@ def read_parquet(
     try:
         file = _open_parquet(shard.path)
     except (pa.ArrowException, OSError) as error:
-        reason = f"not a whole Parquet file: {error}"
+        reason = f"not a complete Parquet file: {error}"
         yield Skipped(label, "", reason, None, _bytes_of(shard.path), cut=True)
         return
     if not file.metadata.num_rows:  # its columns may have no type
@@ -357,9 +357,9 @@ def _arrow_batches(path: str, label: str = "") -> Iterator[pa.RecordBatch | Skip
             yield batch
         at = size if whole else mapped.tell()
         if not whole and (at < size or mapped.read_at(len(END_OF_STREAM), at - 8) != END_OF_STREAM):
-            raise pa.ArrowInvalid(f"the stream does not end at byte {at}, where the file does")
+            raise pa.ArrowInvalid(f"the stream does not end with the file, at byte {at}")
     except (pa.ArrowException, OSError) as error:
-        reason = f"not a whole Arrow file: {error}"
+        reason = f"not a complete Arrow file: {error}"
         if batches is None:
             yield Skipped(label, "", reason, None, size - at, cut=True)
         else:  # all batches of a file but the last have as many rows

@@ -143,7 +143,7 @@ class TarShard:
         offset, size = location.offset, abs(location.size)
         data = self._file.read(offset, size)
         if len(data) < size:
-            raise ValueError("the shard is cut")
+            raise ValueError("the shard is truncated")
         return data
 
 
@@ -280,17 +280,17 @@ def _members(file: File, label: str) -> Iterator[Member | Skipped]:
                     content = _content(file, stream, info.name, location)
                     yield Member(info.name.removeprefix("./"), location, content)
                 elif not info.isdir():
-                    reason = f"{info.name} is no regular file in the tar, but a link or the like"
+                    reason = f"{info.name} is not a regular file in the tar, but a link or similar"
                     yield Member(info.name, location, reason)
             end = tar.offset
             stream.seek(end)
             padded = _padded(end + 2 * tarfile.BLOCKSIZE, file.size)
             rest = stream.read(padded - end)
     except _LongHeaderError as error:  # bytes after `at` may be the header's: they give no number
-        yield Skipped(label, "", f"not a whole tar: {error}", None)
+        yield Skipped(label, "", f"not a complete tar: {error}", None)
         return
     except (tarfile.TarError, OSError, EOFError, ValueError, RecursionError) as error:
-        yield _damaged(file, label, f"not a whole tar: {error}", at)
+        yield _damaged(file, label, f"not a complete tar: {error}", at)
         return
     if len(rest) < tarfile.BLOCKSIZE:
         reason = "truncated tar: the end marker is missing"
@@ -298,7 +298,7 @@ def _members(file: File, label: str) -> Iterator[Member | Skipped]:
     elif any(rest[: tarfile.BLOCKSIZE]):
         yield _damaged(file, label, f"damaged tar: no valid header at byte {end}", end)
     elif any(rest) or file.size > padded:  # two tars in one, or a hole of zeros
-        reason = f"damaged tar: {file.size - end} bytes behind the end marker at byte {end}"
+        reason = f"damaged tar: {file.size - end} bytes after the end marker at byte {end}"
         yield _damaged(file, label, reason, end)
 
 
@@ -528,7 +528,7 @@ def _parts(segments: Any) -> list[Part]:
         kind = segment.get("type") if isinstance(segment, dict) else None
         if kind == "text" and isinstance(value := segment.get("value"), str):
             if flags := [key for key in (*FLAGS, MASKED) if key in segment and key != "loss"]:
-                raise ValueError(f"segments[{index}] has `{flags[0]}`; read is `loss`")
+                raise ValueError(f"segments[{index}] has `{flags[0]}`; supported is `loss`")
             trained = "loss" not in segment or _flag(segment, index, "loss")
             parts.append(Part(TEXT, clean(value), trained))
         elif kind == "image" and isinstance(value := segment.get("file"), str):
@@ -536,7 +536,7 @@ def _parts(segments: Any) -> list[Part]:
             name = ImageName.of(value, budget_of(segment, f"segments[{index}]"))
             parts.append(Part(TARGET if generated else IMAGE, name))
         elif kind in MEDIA and budget_of(segment, f"segments[{index}]"):
-            raise ValueError(f"segments[{index}] has a pixel budget, which images alone have")
+            raise ValueError(f"segments[{index}] has a pixel budget, which only images have")
         elif kind in MEDIA and isinstance(value := segment.get("file"), str):
             named = VideoName(value) if kind == "video" else value
             parts.append(Part(KINDS[MEDIA[kind].item], named))
@@ -577,7 +577,7 @@ def _header(member: Member, media: str) -> Header:
     if isinstance(member.content, str):
         raise ValueError(member.content)
     if not isinstance(member.content, Header) or member.content.media != media:
-        raise ValueError(f"{member.name} is no {'sound' if media == 'audio' else media}")
+        raise ValueError(f"{member.name} is not {_a('sound' if media == 'audio' else media)}")
     return member.content
 
 

@@ -105,7 +105,7 @@ def only(path: Path, fields: Fields, field: str, allowed: Mapping[Any, Any]) -> 
     if isinstance(given, (str, int, bool, type(None))) and given in allowed:
         return allowed[given]
     raise SpecError(
-        f"{path}: {field} {given!r} is not computed here",
+        f"{path}: {field} {given!r} is not supported",
         f"allowed: {', '.join(str(value) for value in allowed)}",
         "Train its modules by their own folders (model.modules), or another model.",
     )
@@ -121,7 +121,7 @@ def feature_layer(path: Path, config: Fields) -> int:
     if isinstance(layer, int) and layer < 0:
         return layer
     raise SpecError(
-        f"{path}: vision_feature_layer {layer!r} is not computed here",
+        f"{path}: vision_feature_layer {layer!r} is not supported",
         "allowed: one block, counted from the end: -1, -2, …",
         "Train its modules by their own folders (model.modules), or another model.",
     )

@@ -63,8 +63,8 @@ class PublishedFolder:
             }
         if not isinstance(fields, dict):
             raise SpecError(
-                f"{self.file} is of a whole {self.model_type} model, of which {module.section} is"
-                " used",
+                f"{self.file} belongs to a complete {self.model_type} model, of which"
+                f" {module.section} is used",
                 f"given: {fields!r}",
                 AGAIN,
             )
@@ -152,7 +152,7 @@ def read_folder(path: Path) -> PublishedFolder:
         return published
     kind = fields.get("model_type") if isinstance(fields, dict) else None
     raise SpecError(
-        f"model.folder: {file} is of no family that is known: model_type {kind!r}",
+        f"model.folder: {file} is of an unknown family: model_type {kind!r}",
         f"known: {', '.join(FAMILIES)}",
-        "Give its modules one by one instead (model.modules), each with a folder.",
+        "Set its modules one by one instead (model.modules), each with a folder.",
     )

@@ -31,7 +31,7 @@ def _merge(path: Path, ratio: Any) -> int:
     if isinstance(ratio, (int, float)) and 0 < ratio <= 1 and (1 / ratio).is_integer():
         return int(1 / ratio)
     raise SpecError(
-        f"{path}: downsample_ratio {ratio!r} is not computed here",
+        f"{path}: downsample_ratio {ratio!r} is not supported",
         "allowed: one over a whole number",
         "Train its modules by their own folders (model.modules), or another model.",
     )

@@ -40,7 +40,7 @@ def image_processor_fields(folder: Path) -> tuple[Path, Fields]:
                 AGAIN,
             )
     raise SpecError(
-        f"{folder} says nothing of its image processor (model.folder)",
+        f"{folder} has no configuration of its image processor (model.folder)",
         f"needed: {OWN}, or {NESTED} with image_processor",
         AGAIN,
     )
@@ -109,7 +109,7 @@ def refuse(path: Path, fields: Fields, field: str, only: bool) -> None:
 def refused(path: Path, field: str, given: Any, allowed: str) -> SpecError:
     """Return the error about a field of the image processor."""
     return SpecError(
-        f"{path}: {field} is not what this family's image processor does here",
+        f"{path}: {field} differs from this family's image processor",
         f"given: {given!r}; allowed: {allowed}",
         "Correct it, or train the modules by their own folders (model.modules).",
     )

@@ -44,10 +44,10 @@ class RunFile(Strict):
         max_length=100,
         description="Name of the run's folder under runs/, of at most 100 characters.",
     )
-    model: ModelSpec = Field(description="Modules, how they are joined, what is trained.")
-    data: DataSpec = Field(description="Samples, and how they become sequences.")
+    model: ModelSpec = Field(description="Modules, their connections, and which are trained.")
+    data: DataSpec = Field(description="Samples, and their packing into sequences.")
     cluster: ClusterSpec = Field(
-        default_factory=ClusterSpec, description="Machines, links, and how ranks start on them."
+        default_factory=ClusterSpec, description="Machines, links, and the launch of ranks."
     )
     train: TrainSpec = Field(description="Steps, batch, optimizer, checkpoints, evaluation.")
     preprocess: PreprocessSpec = Field(
@@ -55,7 +55,7 @@ class RunFile(Strict):
     )
     samples: SampleSpec = Field(
         default_factory=SampleSpec,
-        description="Images and texts that the model makes when training ends.",
+        description="Images and texts that the model generates when training ends.",
     )
     rehearse: RehearseSpec = Field(
         default_factory=RehearseSpec, description="Emulated devices: `disttrain train --rehearse`."
@@ -86,7 +86,7 @@ class RunFile(Strict):
         ]
         if unknown:
             raise ValueError(
-                f"rehearse.faults: no plan has such a unit: {', '.join(unknown)}; units are named"
+                f"rehearse.faults: no plan has this unit: {', '.join(unknown)}; units are named"
                 f" after their modules ({', '.join(names)}), several joined by +, and {MONOLITH}"
                 " holds every module"
             )
@@ -124,8 +124,8 @@ class RunFile(Strict):
             )
         if self.train.epochs is not None and self.data.curriculum:
             raise ValueError(
-                "train.epochs does not go with data.curriculum, whose phases begin at steps: an"
-                " epoch would differ from phase to phase; give train.steps"
+                "train.epochs cannot be combined with data.curriculum, whose phases begin at"
+                " steps: an epoch would differ from phase to phase; set train.steps"
             )
         return self
 
@@ -154,7 +154,7 @@ class RunFile(Strict):
                     raise SpecError(
                         f"{field}: {name} has no weights that can be trained in this model",
                         f"names that have some: {', '.join(there)}",
-                        f"Take {name} out of {field}.",
+                        f"Remove {name} from {field}.",
                     )
 
     def model_fingerprint(self) -> str:

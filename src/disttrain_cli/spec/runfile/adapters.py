@@ -45,9 +45,9 @@ def resolved(run: Run, module: str) -> Resolved | None:
     for name in given.keys() & there.keys() - {"lora_dropout"}:  # a training setting only
         if _plain(given[name]) != _plain(there[name]):
             raise SpecError(
-                f"{field}.{name} is not that of the adapter in {folder}",
+                f"{field}.{name} differs from that of the adapter in {folder}",
                 f"given: {given[name]}, there: {there[name]}",
-                f"Leave {name} out, or start from no adapter.",
+                f"Remove {name}, or start without an adapter.",
             )
     return Resolved(DEFAULTS | there | given, folder, part)
 

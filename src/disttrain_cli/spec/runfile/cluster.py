@@ -42,13 +42,18 @@ class LinkSpec(Strict):
     """
 
     intra_node_gbps: float | None = Field(
-        None, ge=1e-3, le=1e6, description="NVLink or the like; the catalogue's if not given."
+        None,
+        ge=1e-3,
+        le=1e6,
+        description=(
+            "Bandwidth inside a node (NVLink or similar); by default that of the catalogue."
+        ),
     )
     inter_node_gbps: float = Field(
         100.0,
         ge=1e-3,
         le=1e6,
-        description="Network of one GPU: a node's network bandwidth over its GPUs.",
+        description="Network bandwidth per GPU: that of a node divided by its GPUs.",
     )
 
 
@@ -90,9 +95,9 @@ class SlurmSpec(Strict):
     partition: SlurmWord | None = Field(None, description="Partition of the GPU nodes.")
     cpu_partition: SlurmWord | None = Field(
         None,
-        description="Partition of the preprocessing nodes; that of the GPU nodes if not given.",
+        description="Partition of the preprocessing nodes; by default that of the GPU nodes.",
     )
-    account: SlurmWord | None = Field(None, description="Account that pays.")
+    account: SlurmWord | None = Field(None, description="Account to charge.")
     qos: SlurmWord | None = Field(None, description="Quality of service.")
     time: (
         Annotated[
@@ -105,15 +110,13 @@ class SlurmSpec(Strict):
         | None
     ) = Field(
         None,
-        description="Time limit as Slurm reads it, such as 1-12:00:00.",
+        description="Time limit in Slurm's format, such as 1-12:00:00.",
     )
     signal_s: int = Field(
         300,
         ge=10,
         le=65_535,
-        description=(
-            "Seconds before the time limit at which the job saves, ends and is queued again."
-        ),
+        description=("Seconds before the time limit at which the job saves, ends and is requeued."),
     )
     mem: (
         Annotated[int, Field(ge=0, le=1_000_000_000)]
@@ -122,20 +125,22 @@ class SlurmSpec(Strict):
     ) = Field(
         0,
         description=(
-            "Memory of each GPU node as Slurm reads it, such as 500G (--mem); 0 is all of a node's,"
-            " null leaves it to the cluster. Preprocessing nodes get all of theirs, unless null."
+            "Memory of each GPU node in Slurm's format, such as 500G (--mem); 0 is all of the"
+            " node's memory, null is the cluster's default. Preprocessing nodes get all of theirs,"
+            " unless null."
         ),
     )
     options: list[
         Annotated[str, Form(rf"^--[a-z][a-z-]*(={_WORD})?$", "--option or --option=value")]
     ] = Field(
         default_factory=list,
-        description="More options of sbatch for the GPU nodes, such as --exclusive.",
+        description="Additional sbatch options for the GPU nodes, such as --exclusive.",
     )
     setup: str | None = Field(
         None,
         description=(
-            "Shell script, relative to the run file, that is sourced first: modules, environments."
+            "Shell script, relative to the run file, that is sourced first, for modules and"
+            " environments."
         ),
     )
 
@@ -165,24 +170,24 @@ class SlurmSpec(Strict):
 class ClusterSpec(Strict):
     """The machines of a run."""
 
-    nodes: int = Field(1, ge=1, le=MOST_GPUS, description="Machines with GPUs.")
+    nodes: int = Field(1, ge=1, le=MOST_GPUS, description="Number of machines with GPUs.")
     gpus_per_node: int = Field(
-        8, ge=1, le=1024, description="Devices of one node; on a CPU, processes."
+        8, ge=1, le=1024, description="Number of devices per node; on a CPU, processes."
     )
     ranks_per_gpu: int = Field(
         1,
         ge=1,
         le=64,
         description=(
-            "Ranks that share each GPU of one machine over NCCL, to test layouts of several ranks "
-            "on few GPUs: slow, and no measure of speed. They count as `gpus_per_node`."
+            "Number of ranks that share each GPU of one machine over NCCL, to test layouts of"
+            " several ranks on few GPUs: slow, not for measurements. They count as `gpus_per_node`."
         ),
     )
     device: Annotated[str, DEVICE] = Field(
         "auto",
         description=(
             "auto, cpu, cuda, or analytic:NAME for a device of the hardware catalogue that is not"
-            " here."
+            " available here."
         ),
     )
     flash_attention: Literal["auto", 2, 4] = Field(
@@ -193,33 +198,33 @@ class ClusterSpec(Strict):
         ),
     )
     memory_gib: float | None = Field(
-        None, ge=1e-3, le=1e6, description="Memory of one device; measured when not given."
+        None, ge=1e-3, le=1e6, description="Memory of one device; measured by default."
     )
     memory_margin_gib: float = Field(
         0.0,
         ge=0,
         le=1e6,
         description=(
-            "Memory of each device that plans leave free, beside the stated reserves; a plan that"
-            " leaves less than 3 % says so."
+            "Memory of each device that plans leave free, in addition to the stated reserves; a"
+            " plan with less than 3 % free reports it."
         ),
     )
     peak_tflops: float | None = Field(
         None,
         ge=1e-3,
         le=1e6,
-        description="Dense peak of one device; needed when the device is not in the catalogue.",
+        description="Dense peak of one device; needed if the device is not in the catalogue.",
     )
     links: LinkSpec = Field(
-        default_factory=LinkSpec, description="Bandwidths, where they cannot be measured."
+        default_factory=LinkSpec, description="Bandwidths that cannot be measured."
     )
     node_cores: int | None = Field(
         None,
         ge=1,
         le=MOST_GPUS,
         description=(
-            "Cores of one GPU node; a rank of an emitted job gets its device's share "
-            "of them, or as many as it needs if not given."
+            "Cores of one GPU node; each rank of an emitted job gets its device's share of them,"
+            " by default as many as it needs."
         ),
     )
     cpu_node_cores: int = Field(
@@ -228,16 +233,16 @@ class ClusterSpec(Strict):
     price_per_gpu_hour: Price | dict[str, Price] | str | None = Field(
         None,
         description=(
-            "What one device costs in an hour, in any one currency: the price of `device`, a"
-            " mapping of devices to prices, or a YAML file of one, relative to the run file; for"
-            " `disttrain plan --gpus 8,16 --device H100,B200`."
+            "Price of one device per hour, in any one currency: the price of `device`, a mapping"
+            " of devices to prices, or a YAML file with such a mapping, relative to the run file;"
+            " for `disttrain plan --gpus 8,16 --device H100,B200`."
         ),
     )
     cpu_nodes: int = Field(
         0,
         ge=0,
         le=MOST_GPUS,
-        description="Preprocessing nodes that --emit slurm and jobset ask for.",
+        description="Number of preprocessing nodes that --emit slurm and jobset request.",
     )
     hostfile: str | None = Field(
         None,
@@ -251,8 +256,8 @@ class ClusterSpec(Strict):
         ge=1024,
         le=65535,
         description=(
-            "Port on the first host at which the ranks of several find each other; scripts that"
-            " start ranks again take the next one."
+            "Rendezvous port on the first host for ranks of several hosts; scripts that restart"
+            " ranks use the next port."
         ),
     )
     interface: (
@@ -260,8 +265,7 @@ class ClusterSpec(Strict):
     ) = Field(
         None,
         description=(
-            "Network interface of NCCL and gloo between hosts; they "
-            "choose one themselves if not given."
+            "Network interface of NCCL and gloo between hosts; by default they choose one."
         ),
     )
     slurm: SlurmSpec = Field(

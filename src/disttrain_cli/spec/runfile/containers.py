@@ -87,7 +87,7 @@ STRINGS = (
 def _types(value: Any, at: str, string: bool = False) -> Iterator[str]:
     """Yield a sentence for each value that Kubernetes would refuse or drop because of its type."""
     if value is None:
-        yield f"{at}: nothing is given, and a patch removes nothing: leave the key out"
+        yield f"{at}: the value is empty, and a patch removes nothing: leave out the key"
     elif isinstance(value, dict):
         for key, inner in value.items():
             if not isinstance(key, str):
@@ -119,7 +119,7 @@ def _check_types(spec: dict[str, Any]) -> dict[str, Any]:
 class PodMetadata(Strict):
     """Labels and annotations of pods."""
 
-    labels: Labels = Field(default_factory=dict, description="More labels of every pod.")
+    labels: Labels = Field(default_factory=dict, description="Additional labels of every pod.")
     annotations: dict[LabelKey, str] = Field(
         default_factory=dict, description="Annotations of every pod."
     )
@@ -144,7 +144,7 @@ class KubernetesSpec(Strict):
     """Settings of `disttrain train --emit jobset` for Kubernetes."""
 
     name: DnsLabel | None = Field(
-        None, description="Name of the JobSet; the run's name if not given."
+        None, description="Name of the JobSet; by default the run's name."
     )
     namespace: Namespace | None = Field(None, description="Namespace of the JobSet.")
     image: Image | None = Field(
@@ -160,24 +160,24 @@ class KubernetesSpec(Strict):
     mount: Folder | None = Field(
         None,
         description=(
-            "Folder at which the pods mount the claim; --emit must see it there, too, as it writes"
-            " absolute paths."
+            "Folder where the pods mount the claim; it must also exist where --emit runs, which"
+            " writes absolute paths."
         ),
     )
     queue: Namespace | None = Field(
-        None, description="Kueue's LocalQueue; without one, no label is set."
+        None, description="Kueue's LocalQueue; by default no label is set."
     )
     node_selector: Labels = Field(
-        default_factory=dict, description="Labels of the nodes with GPUs."
+        default_factory=dict, description="Node selector of the pods with GPUs."
     )
     cpu_node_selector: Labels = Field(
-        default_factory=dict, description="Labels of the preprocessing nodes."
+        default_factory=dict, description="Node selector of the preprocessing pods."
     )
     resources: dict[Resource, Annotated[int, Field(ge=0)] | Quantity] = Field(
         default_factory=dict,
         description=(
-            "More resources of every pod with ranks, requested and limited, such as memory: 1500Gi"
-            " or rdma/ib: 8; cpu takes the place of the cores that ranks are found to need."
+            "Additional resources of every pod with ranks, requested and limited, such as memory:"
+            " 1500Gi or rdma/ib: 8; cpu replaces the number of cores determined for the ranks."
         ),
     )
     grace_s: int = Field(
@@ -185,8 +185,8 @@ class KubernetesSpec(Strict):
         ge=10,
         le=86_400,
         description=(
-            "Seconds that pods get to end their step and to write a checkpoint when they are asked"
-            " to end."
+            "Grace period in seconds in which pods end their step and write a checkpoint when they"
+            " are terminated."
         ),
     )
     tls_secret: DnsName | None = Field(
@@ -204,8 +204,8 @@ class KubernetesSpec(Strict):
         default_factory=PodPatch,
         description=(
             "Additions to the pods (tolerations, pull secrets, env, security context, size of"
-            " /dev/shm), merged as docs/howto/kubernetes.md says; nothing that the job needs may"
-            " be changed."
+            " /dev/shm), merged as described in docs/howto/kubernetes.md; nothing that the job"
+            " needs may be changed."
         ),
     )
 
@@ -217,13 +217,15 @@ class SkypilotSpec(Strict):
         Annotated[str, Form(r"^[A-Za-z0-9*][A-Za-z0-9_.:/*-]*$", "CLOUD, CLOUD/REGION")] | None
     ) = Field(
         None,
-        description="Where to run, as SkyPilot writes it: kubernetes, aws/us-east-1, slurm/NAME.",
+        description="Infrastructure in SkyPilot's notation: kubernetes, aws/us-east-1, slurm/NAME.",
     )
     accelerator: (
         Annotated[str, Form(r"^[A-Za-z0-9][A-Za-z0-9._-]*$", "letters, digits, . _ and -")] | None
     ) = Field(
         None,
-        description="SkyPilot's name of the GPU, such as H100; its number is gpus_per_node.",
+        description=(
+            "SkyPilot's name of the GPU, such as H100; the number of GPUs is gpus_per_node."
+        ),
     )
     image: Image | None = Field(
         None,
@@ -232,14 +234,14 @@ class SkypilotSpec(Strict):
     volume: DnsName | None = Field(
         None,
         description=(
-            "SkyPilot volume that holds the run file, runs/ and the data; none where all nodes see"
-            " these anyway."
+            "SkyPilot volume with the run file, runs/ and the data; none if all nodes share these"
+            " already."
         ),
     )
     mount: Folder | None = Field(
         None,
-        description="Folder at which it is mounted; --emit must see it there, too.",
+        description="Folder where the volume is mounted; it must also exist where --emit runs.",
     )
     use_spot: bool = Field(
-        False, description="Ask for instances that may be taken away; the job then goes on anew."
+        False, description="Request spot instances; after a preemption the job is restarted."
     )

@@ -30,15 +30,15 @@ class SourceSpec(Strict):
     images: str | None = Field(
         None,
         description=(
-            "Folder of the images that a LLaVA JSON names; the JSON's own folder if not given."
+            "Folder of the images that a LLaVA JSON names; by default the folder of the JSON."
         ),
     )
     text: str | None = Field(
         None,
         min_length=1,
         description=(
-            "Column of its Parquet or Arrow files that holds the texts, or the turns of"
-            " conversations, where it has no usual name."
+            "Column of the Parquet or Arrow files with the texts, or the turns of conversations;"
+            " needed if it has no usual name."
         ),
     )
     weight: float = Field(
@@ -46,26 +46,26 @@ class SourceSpec(Strict):
         gt=0,
         le=1000,
         description=(
-            "How often its samples are drawn, relative to the other sources (1 = once per epoch)."
+            "Sampling rate relative to the other sources (1 = every sample once per epoch)."
         ),
     )
 
     name: str | None = Field(
         None,
         min_length=1,
-        description="What data.curriculum calls it; its path if not given.",
+        description="Name of the source in data.curriculum; by default its path.",
     )
 
 
 class CurriculumPhase(Strict):
     """Other weights of the sources, from a step on."""
 
-    step: int = Field(ge=0, le=1_000_000_000, description="The first step with these weights.")
+    step: int = Field(ge=0, le=1_000_000_000, description="First step with these weights.")
     weights: dict[str, Annotated[float, Field(ge=0, le=1000)]] = Field(
         min_length=1,
         description=(
-            "By name of the source, instead of its weight; 0 = not drawn. Sources that are not"
-            " named keep the weight they had."
+            "Weight by name of the source, replacing its own; 0 = not drawn. Sources that are not"
+            " listed keep their previous weight."
         ),
     )
 
@@ -77,16 +77,19 @@ class VideoSpec(Strict):
     """
 
     fps: float | None = Field(
-        None, gt=0, le=1000, description="Frames seen of each second of a video."
+        None, gt=0, le=1000, description="Frames sampled per second of video."
     )
     max_frames: int | None = Field(
-        None, ge=2, le=100_000, description="Frames seen of one video, at most."
+        None, ge=2, le=100_000, description="Maximum number of frames sampled from one video."
     )
     max_pixels: int | None = Field(
         None,
         ge=64,
         le=2**40,
-        description="Pixels of all seen frames of one video together; larger ones are scaled down.",
+        description=(
+            "Maximum number of pixels of all sampled frames of one video; larger frames are scaled"
+            " down."
+        ),
     )
 
 
@@ -95,19 +98,25 @@ class DistributionSpec(Strict):
 
     name: str = Field("laion-like", description="File of templates/distributions/.")
     images_per_sequence: float = Field(
-        8.0, ge=0, le=1e6, description="Mean images read per packed sequence."
+        8.0, ge=0, le=1e6, description="Mean number of input images per packed sequence."
     )
     generated_per_sequence: float = Field(
-        8.0, ge=0, le=1e6, description="Mean images generated per packed sequence."
+        8.0, ge=0, le=1e6, description="Mean number of generated images per packed sequence."
     )
     clips_per_sequence: float = Field(
-        0.0, ge=0, le=1e6, description="Mean audio clips heard per packed sequence."
+        0.0, ge=0, le=1e6, description="Mean number of audio clips per packed sequence."
     )
     min_side_px: int = Field(
-        0, ge=0, le=10_000, description="Smaller images are not used (shorter side in pixels)."
+        0,
+        ge=0,
+        le=10_000,
+        description="Minimum shorter side in pixels; smaller images are not used.",
     )
     sequences: int = Field(
-        4096, ge=1, le=100_000, description="Packed sequences drawn; together they are one epoch."
+        4096,
+        ge=1,
+        le=100_000,
+        description="Number of packed sequences drawn, which make up one epoch.",
     )
 
     @property
@@ -137,27 +146,29 @@ class DataSpec(Strict):
     distribution: DistributionSpec | None = Field(
         None,
         description=(
-            "Instead of sources: sizes drawn from a named distribution; plans only, no training."
+            "Instead of sources: sizes drawn from a named distribution; for planning only, not for"
+            " training."
         ),
     )
     curriculum: list[CurriculumPhase] = Field(
         default_factory=list,
-        description="Phases with other weights of the sources, in order.",
+        description="Phases with different weights of the sources, in order.",
     )
     temperature: float = Field(
         1.0,
         ge=1,
         le=1000,
         description=(
-            "Evens the sources out: shares of the samples drawn go with (weight × samples) to the"
-            " power of 1 / temperature; an epoch has as many as at 1, where weights alone count."
+            "Temperature of the mixture: samples are drawn from sources in proportion to (weight ×"
+            " samples) to the power of 1 / temperature, so higher values even them out; the epoch"
+            " is as long as at 1, where only weights count."
         ),
     )
     deduplicate: bool = Field(
         False,
         description=(
-            "Of samples with the same texts and files only the first is used; indexing then reads"
-            " every file as a whole."
+            "Use only the first of several samples with the same texts and files; indexing then"
+            " reads every file completely."
         ),
     )
     tokenizer: str = Field(
@@ -167,19 +178,19 @@ class DataSpec(Strict):
         ),
     )
     sequence_length: int = Field(
-        8192, ge=16, le=2**20, description="Tokens of one packed sequence."
+        8192, ge=16, le=2**20, description="Length of a packed sequence in tokens."
     )
     max_image_pixels: int = Field(
         1048576,
         ge=64,
         le=100_000_000,
-        description="Pixels of one image read; larger ones are scaled down to it.",
+        description="Maximum number of pixels of an input image; larger images are scaled down.",
     )
     video: VideoSpec | None = Field(
         None,
         description=(
-            "Videos are read by the image encoder, as its family reads them; {} = as the model's"
-            " processor says. Without it they are left out."
+            "Reading of videos by the image encoder, as in its model family; {} = with the"
+            " settings of the model's processor. Without it, videos are left out."
         ),
     )
     held_out: float = Field(
@@ -187,20 +198,20 @@ class DataSpec(Strict):
         ge=0,
         lt=1,
         description=(
-            "Share of the samples that are never trained on, for train.evaluation; chosen by a"
-            " hash of source, shard and key. At 0 evaluation uses the validation splits of the"
-            " folders in sources."
+            "Share of the samples held out from training for train.evaluation, chosen by a hash of"
+            " source, shard and key. With 0, evaluation uses the validation splits of the folders"
+            " in sources."
         ),
     )
     max_bad_fraction: float = Field(
-        0.01, ge=0, le=1, description="Share of samples that may be broken before the run stops."
+        0.01, ge=0, le=1, description="Share of samples that may be unusable before the run stops."
     )
 
     @model_validator(mode="after")
     def _one_origin(self) -> DataSpec:
         if bool(self.sources) == (self.distribution is not None):
             raise ValueError(
-                "give either sources (a dataset) or distribution (sizes that stand in for one)"
+                "set either sources (a dataset) or distribution (sizes that replace one)"
             )
         if self.held_out and self.distribution is not None:
             raise ValueError(

@@ -31,32 +31,32 @@ class LoraSpec(Strict):
     folder: str | None = Field(
         None,
         description=(
-            "Local folder of an adapter as peft writes it (adapter_config.json,"
-            " adapter_model.safetensors), from which adapters start; it says r, lora_alpha,"
-            " target_modules and use_rslora, so that these need not be given."
+            "Local folder of a peft adapter (adapter_config.json, adapter_model.safetensors), from"
+            " which adapters start; r, lora_alpha, target_modules and use_rslora default to its"
+            " values."
         ),
     )
     r: int | None = Field(
-        None, ge=1, le=65_536, description="Rank of the adapters; 8 if not given, as in peft."
+        None, ge=1, le=65_536, description="Rank of the adapters; 8 by default, as in peft."
     )
     lora_alpha: int | None = Field(
         None,
         ge=1,
         le=2**20,
-        description="Adapters are scaled by lora_alpha / r; 8 if not given, as in peft.",
+        description="Scale of the adapters is lora_alpha / r; 8 by default, as in peft.",
     )
     target_modules: list[str] | str | None = Field(
         None,
         description=(
-            "Linear layers with adapters, as peft takes them: ends of their names (q_proj), a"
-            " regular expression of whole names, or all-linear: all but an LLM's head."
+            "Linear layers with adapters, in peft's notation: suffixes of their names (q_proj), a"
+            " regular expression of complete names, or all-linear: all except an LLM's head."
         ),
     )
     use_rslora: bool | None = Field(
         None,
         description=(
-            "Scale by lora_alpha / √r instead (Kalajdzievski 2023, arXiv 2312.03732); false if not"
-            " given."
+            "Scale by lora_alpha / √r instead (Kalajdzievski 2023, arXiv 2312.03732); false by"
+            " default."
         ),
     )
 
@@ -65,15 +65,16 @@ class LoraSpec(Strict):
         ge=0,
         lt=1,
         description=(
-            "Share of what an adapter reads that is dropped while training, the same in every"
-            " layout; 0 if not given, or as the adapter's folder says."
+            "Dropout of an adapter's input during training, the same in every layout; 0 by"
+            " default, or the value of the adapter's folder."
         ),
     )
     modules_to_save: list[str] | None = Field(
         None,
         description=(
-            "Parts of the module that are trained whole beside adapters, by the ends of their names"
-            " as in peft: embed_tokens, lm_head; norm is every norm whose name ends so."
+            "Parts of the module that are trained completely in addition to adapters, by suffixes"
+            " of their names as in peft: embed_tokens, lm_head; norm is every norm whose name ends"
+            " with it."
         ),
     )
 
@@ -81,7 +82,7 @@ class LoraSpec(Strict):
     def _somewhere(self) -> LoraSpec:
         if not self.target_modules and self.folder is None:
             raise ValueError(
-                "give target_modules, such as [q_proj, v_proj] or all-linear, or the folder of an"
+                "set target_modules, such as [q_proj, v_proj] or all-linear, or the folder of an"
                 " adapter"
             )
         return self

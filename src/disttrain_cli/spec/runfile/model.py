@@ -40,58 +40,57 @@ class NoiseSpec(Strict):
     prediction: Literal["epsilon", "v_prediction", "flow"] | None = Field(
         None,
         description=(
-            "What is predicted: the noise, the velocity, or the rectified flow from image to noise."
+            "Training target: the noise, the velocity, or the rectified flow from image to noise."
         ),
     )
     betas: Literal["linear", "scaled_linear", "squaredcos_cap_v2"] | None = Field(
         None,
         description=(
-            "Schedule of the noise's variance (diffusers' beta_schedule); flow: does not matter."
+            "Schedule of the noise variance (diffusers' beta_schedule); not used with flow."
         ),
     )
     beta_start: float | None = Field(
-        None, gt=0, lt=1, description="Variance of the noise added at the first timestep."
+        None, gt=0, lt=1, description="Noise variance at the first timestep."
     )
     beta_end: float | None = Field(
-        None, gt=0, lt=1, description="Variance of the noise added at the last timestep."
+        None, gt=0, lt=1, description="Noise variance at the last timestep."
     )
     timesteps: int | None = Field(
-        None, ge=1, le=100_000, description="Timesteps from image to noise."
+        None, ge=1, le=100_000, description="Number of timesteps from image to noise."
     )
     density: Literal["uniform", "logit_normal", "mode"] | None = Field(
         None,
         description=(
-            "Flow: how timesteps are drawn (Stable Diffusion 3, arXiv 2403.03206, section 3.1);"
-            " uniform if not given."
+            "Flow: distribution of the timesteps (Stable Diffusion 3, arXiv 2403.03206, section"
+            " 3.1); uniform by default."
         ),
     )
     logit_mean: float | None = Field(
         None,
         ge=-10,
         le=10,
-        description="logit_normal: mean; above 0 more noise than image, 0 if not given.",
+        description="logit_normal: mean; values above 0 give more noise, 0 by default.",
     )
     logit_std: float | None = Field(
         None,
         gt=0,
         le=10,
-        description="logit_normal: standard deviation, 1 if not given.",
+        description="logit_normal: standard deviation, 1 by default.",
     )
     mode_scale: float | None = Field(
         None,
         ge=-1,
         le=1.75,
         description=(
-            "mode: above 0 more of the middle, below 0 more of both ends; 1.29 if not given."
+            "mode: values above 0 favour the middle, values below 0 both ends; 1.29 by default."
         ),
     )
     shift: Annotated[float, Field(gt=0, le=1000)] | Literal["resolution"] | None = Field(
         None,
         description=(
-            "Flow: how far timesteps are shifted towards noise, in training and in drawing: s of"
-            " s·σ / (1 + (s − 1)·σ), 3 in Stable Diffusion 3; or resolution: by the image's"
-            " tokens, as diffusers' dynamic shifting does. 1 if neither is given nor in the"
-            " folder."
+            "Flow: shift of the timesteps towards noise, in training and in sampling: s of s·σ /"
+            " (1 + (s − 1)·σ), 3 in Stable Diffusion 3; or resolution: by the image's number of"
+            " tokens, like diffusers' dynamic shifting. 1 if neither this nor the folder sets it."
         ),
     )
 
@@ -99,7 +98,7 @@ class NoiseSpec(Strict):
 class ModuleSpec(Strict):
     """One module of the model."""
 
-    kind: Kind = Field(description="Where the module stands: before the LLM, the LLM, or after it.")
+    kind: Kind = Field(description="Role of the module: before the LLM, the LLM, or after it.")
     architecture: str | None = Field(
         None,
         description=(
@@ -112,17 +111,14 @@ class ModuleSpec(Strict):
     folder: str | None = Field(
         None,
         description=(
-            "Local folder with a Hugging Face config.json, instead of a name; where it holds"
-            " weights (safetensors), training starts from them. Of encoders and LLMs also the"
+            "Local folder with a Hugging Face config.json, instead of a name; if it contains"
+            " weights (safetensors), training starts from them. For encoders and LLMs also a"
             " model's name on Hugging Face: org/name, org/name@revision."
         ),
     )
     pretrained: bool = Field(
         True,
-        description=(
-            "Whether training starts from the weights that the folders hold; if not, from random"
-            " ones."
-        ),
+        description=("Start from the weights in the folders; false: from random weights."),
     )
     config: dict[str, Any] = Field(
         default_factory=dict, description="Fields of the architecture's configuration class."
@@ -132,8 +128,8 @@ class ModuleSpec(Strict):
         ge=1,
         le=1024,
         description=(
-            "Encoders: what one LLM token stands for: patches per side of a square of the "
-            "image, or positions of the audio."
+            "Encoders: amount of input per LLM token: patches per side of a square of the image,"
+            " or positions of the audio."
         ),
     )
     feature_layer: int | None = Field(
@@ -141,38 +137,38 @@ class ModuleSpec(Strict):
         ge=-1024,
         le=-1,
         description=(
-            "Image encoders: the block whose output the LLM reads, from the end (-2: the last but"
-            " one, as LLaVA reads CLIP), without the final norm; the blocks after it are not built."
-            " None: the last, normed."
+            "Image encoders: block whose output the LLM reads, counted from the end (-2: the last"
+            " but one, as in LLaVA with CLIP), without the final norm; later blocks are not built."
+            " None: the last block, with the norm."
         ),
     )
     projector: Projector = Field(
         "mlp",
         description=(
-            "Encoders: what joins the module to the LLM: mlp, a two-layer MLP; norm_mlp, the same"
-            " behind a norm of the merged rows, as InternVL's; linear, one linear without bias, as"
-            " SmolVLM's (the last two: image encoders with merge); none, where a tower's merger"
-            " ends in the LLM's width (qwen2_5_vl_vision, qwen3_vl_vision)."
+            "Encoders: projector between the module and the LLM: mlp, a two-layer MLP; norm_mlp,"
+            " the same after a norm of the merged rows, as in InternVL; linear, one linear layer"
+            " without bias, as in SmolVLM (the last two: image encoders with merge); none, if a"
+            " tower's merger already outputs the LLM's width (qwen2_5_vl_vision, qwen3_vl_vision)."
         ),
     )
     image_size: int | None = Field(
-        None, ge=8, le=4096, description="Generators: side of a generated image in pixels."
+        None, ge=8, le=4096, description="Generators: side length of a generated image in pixels."
     )
     buckets: list[tuple[BucketSide, BucketSide]] | None = Field(
         None,
         min_length=1,
         description=(
-            "Generators (sd3, flux, lumina2): sizes [width, height] in pixels that images are"
-            " trained at, of about equal area, in the place of squares of image_size: each image at"
-            " the size of the nearest aspect ratio, resized and cropped at its ends. Images are"
-            " drawn at image_size still."
+            "Generators (sd3, flux, lumina2): sizes [width, height] in pixels of training images,"
+            " of about equal area, instead of squares of image_size: each image uses the size with"
+            " the nearest aspect ratio, resized and cropped. Sampled images are still squares of"
+            " image_size."
         ),
     )
     context_tokens: int = Field(
         8,
         ge=1,
         le=65_536,
-        description="Generators: LLM positions that condition one generated image.",
+        description="Generators: number of LLM positions that condition one generated image.",
     )
     vae: dict[str, Any] | None = Field(
         None,
@@ -185,28 +181,28 @@ class ModuleSpec(Strict):
         None,
         description=(
             "Generators: local folder of a diffusers AutoencoderKL with its weights; fields of vae"
-            " are put over those of its config.json."
+            " override those of its config.json."
         ),
     )
     noise: NoiseSpec | None = Field(
         None,
         description=(
-            "Generators: how images are made noisy, over what a scheduler_config.json in the"
-            " folder, or in a folder scheduler beside it, says."
+            "Generators: noising of images; overrides a scheduler_config.json in the folder or its"
+            " subfolder scheduler."
         ),
     )
     cached_latents: bool = Field(
         False,
         description=(
-            "Generators with a vae: training reads what `disttrain data latents` prepared, so that"
-            " the vae does not run."
+            "Generators with a vae: training reads latents prepared by `disttrain data latents`,"
+            " so that the vae does not run."
         ),
     )
     lora: LoraSpec | None = Field(
         None,
         description=(
-            "Adapters, which are trained in the place of the module's own weights wherever"
-            " `trained` names the module; its projector is one of the projectors still."
+            "Adapters, which are trained instead of the module's weights if `trained` lists the"
+            " module; its projector still belongs to the projectors."
         ),
     )
 
@@ -214,7 +210,7 @@ class ModuleSpec(Strict):
     def _one_source(self) -> ModuleSpec:
         if (self.architecture is None) == (self.folder is None):
             raise ValueError(
-                "give either architecture (a name) or folder (with config.json), not both"
+                "set either architecture (a name) or folder (with config.json), not both"
             )
         if (self.kind == "generator") != (self.image_size is not None):
             raise ValueError("image_size belongs to generators, and every generator needs it")
@@ -226,17 +222,21 @@ class ModuleSpec(Strict):
             if getattr(self, field) is not None and self.kind != "generator":
                 raise ValueError(f"{field} belongs to generators")
         if self.cached_latents and self.vae is None and self.vae_folder is None:
-            raise ValueError("cached_latents needs a vae, whose latents they are")
+            raise ValueError("cached_latents needs a vae, which computes the latents")
         return self
 
 
 class LossWeights(Strict):
     """Weight of each loss in the training objective."""
 
-    text: float = Field(1.0, ge=0, le=1e6, description="Cross-entropy of trained tokens.")
-    image: float = Field(1.0, ge=0, le=1e6, description="Mean squared error of each generator.")
+    text: float = Field(
+        1.0, ge=0, le=1e6, description="Weight of the cross-entropy of trained tokens."
+    )
+    image: float = Field(
+        1.0, ge=0, le=1e6, description="Weight of the mean squared error of each generator."
+    )
     modules: dict[str, Annotated[float, Field(ge=0, le=1e6)]] = Field(
-        default_factory=dict, description="Other weights than image of some generators, by module."
+        default_factory=dict, description="Weights by generator that override image."
     )
 
     def of(self, generator: str) -> float:
@@ -250,16 +250,16 @@ class ModelSpec(Strict):
     folder: str | None = Field(
         None,
         description=(
-            "Folder of a whole published vision-language model, or its name on Hugging Face"
-            " (org/name, org/name@revision), which says what its modules (vision, llm) are, and"
-            " their starting weights; `modules` beside it adjust or exchange one of that name."
+            "Folder of a complete published vision-language model, or its name on Hugging Face"
+            " (org/name, org/name@revision), which defines its modules (vision, llm) and their"
+            " starting weights; entries in `modules` with the same name adjust or replace one."
         ),
     )
     adapter: str | None = Field(
         None,
         description=(
-            "Local folder of an adapter of peft over the whole published model of `folder`, which"
-            " gives its modules their `lora`, and from which they start."
+            "Local folder of a peft adapter for the complete published model of `folder`; it sets"
+            " `lora` of its modules, which start from it."
         ),
     )
     modules: dict[str, ModuleSpec] = Field(
@@ -269,17 +269,17 @@ class ModelSpec(Strict):
         None,
         ge=1,
         le=2**20,
-        description="Hidden width of the two-layer projectors; the LLM's width if not given.",
+        description="Hidden width of the two-layer projectors; by default the LLM's width.",
     )
     loss_weights: LossWeights = Field(
-        default_factory=LossWeights, description="How losses weigh in their sum."
+        default_factory=LossWeights, description="Weights of the losses in their sum."
     )
     trained: list[str] | None = Field(
         None,
         description=(
-            "Modules whose weights are trained, and 'projectors' for the layers that join modules, "
-            "Qwen-VL's mergers among them; all of them if not given. The others are frozen. Of a "
-            "module with lora its adapters, the merger's too, are trained, or frozen."
+            "Modules whose weights are trained, and 'projectors' for the layers that connect"
+            " modules, including Qwen-VL's mergers; by default all. The others are frozen. For a"
+            " module with lora, its adapters (also those of the merger) are trained or frozen."
         ),
     )
 
@@ -297,8 +297,8 @@ class ModelSpec(Strict):
     def _adapter_of_folder(self) -> ModelSpec:
         if self.adapter is not None and self.folder is None:
             raise ValueError(
-                "adapter belongs to folder, the whole model that it is of; that of one module is"
-                " modules.NAME.lora.folder"
+                "adapter needs folder, the complete model that it adapts; the adapter of one"
+                " module is modules.NAME.lora.folder"
             )
         return self
 

@@ -34,38 +34,42 @@ class PreprocessSpec(Strict):
         1, ge=1, le=1024, description="Decoding threads per rank that loads images, or per worker."
     )
     prefetch_slots: int = Field(
-        2, ge=1, le=1024, description="Slots prepared ahead of the training step, per rank."
+        2, ge=1, le=1024, description="Number of slots prefetched per rank."
     )
     addresses: list[Annotated[str, AfterValidator(_address)]] = Field(
         default_factory=list,
         description=(
-            "Preprocessing workers that ranks pull from, as grpc://HOST:PORT or "
-            "grpc+tls://HOST:PORT; none: ranks prepare their data themselves."
+            "Preprocessing workers from which ranks fetch data, as grpc://HOST:PORT or"
+            " grpc+tls://HOST:PORT; if empty, ranks prepare their data themselves."
         ),
     )
     tls_ca: str | None = Field(
         None,
-        description="File of the certificate (PEM) that those of the workers must be signed by.",
+        description="CA certificate file (PEM) that signed the workers' certificates.",
     )
     token_file: str | None = Field(
         None,
         description=(
-            "File of the secret that ranks and workers share; needed for workers beyond loopback."
+            "File of the secret shared by ranks and workers; needed for workers on addresses other"
+            " than loopback."
         ),
     )
     tls_cert: str | None = Field(
         None,
         description=(
-            "Certificate (PEM) of the preprocessing nodes that --emit slurm and jobset start;"
-            " with Slurm {host} stands for the node's name."
+            "Certificate file (PEM) of the preprocessing nodes that --emit slurm and jobset start;"
+            " with Slurm, {host} is replaced by the node's name."
         ),
     )
     tls_key: str | None = Field(
-        None, description="Its private key (PEM); with Slurm {host} stands for the node's name."
+        None,
+        description=(
+            "Private key file (PEM) of tls_cert; with Slurm, {host} is replaced by the node's name."
+        ),
     )
     wait_s: float = Field(
         300.0,
         ge=1e-3,
         le=MOST_S,
-        description="Longest wait for a worker when none answers, before training stops.",
+        description="Maximum time to wait for a worker if none answers, before training stops.",
     )

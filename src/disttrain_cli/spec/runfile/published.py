@@ -138,9 +138,10 @@ def _with_adapter(
     }
     if not adapted or not adapters:
         raise SpecError(
-            f"model.adapter: the adapter in {folder} is of another model than model.folder",
+            f"model.adapter: the adapter in {folder} belongs to another model than model.folder",
             f"it has {', '.join(names[:2]) or 'nothing'}",
-            "Give one over the whole model, or that of a module as model.modules.NAME.lora.folder.",
+            "Use one for the complete model, or set that of a module as"
+            " model.modules.NAME.lora.folder.",
         )
     return {
         name: {**spec, "lora": {"folder": given, **(spec.get("lora") or {})}}

@@ -16,33 +16,35 @@ class FaultSpec(Strict):
 
     slow: Literal["rank", "stage", "link", "worker", "host", "node"] = Field(
         description=(
-            "rank: one replica of a stage computes slower; stage: all of them do; link: what leaves"
-            " the stage, and its gradients, takes longer; worker: the data of a unit's replicas"
-            " take longer to prepare; host: one replica of a stage begins its operations late, so"
-            " that they take longer with the wait; node: all devices of a node of the cluster"
-            " compute slower, whatever the plan has put there."
+            "rank: one replica of a stage computes slower; stage: all of them do; link: messages"
+            " that leave the stage, and their gradients, take longer; worker: the data of a unit's"
+            " replicas take longer to prepare; host: one replica of a stage starts its operations"
+            " with a delay, so that they take longer including the wait; node: all devices of a"
+            " node of the cluster compute slower, whatever the plan assigns to them."
         )
     )
-    unit: str | None = Field(None, description="Unit of the plan; all but node: needed.")
-    node: int | None = Field(None, ge=0, le=MOST_GPUS, description="node: its number, from 0.")
-    stage: int = Field(
-        0, ge=0, le=MOST_GPUS, description="Stage of the unit; worker: does not matter."
+    unit: str | None = Field(None, description="Unit of the plan; needed for all except node.")
+    node: int | None = Field(
+        None, ge=0, le=MOST_GPUS, description="node: index of the node, from 0."
     )
+    stage: int = Field(0, ge=0, le=MOST_GPUS, description="Stage of the unit; not used for worker.")
     replica: int | None = Field(
         None,
         ge=0,
         le=MOST_GPUS,
-        description="rank, host, worker: the replica; none: all workers of it.",
+        description="rank, host, worker: the replica; for worker, all by default.",
     )
     cp_rank: int | None = Field(
         None,
         ge=0,
         le=MOST_GPUS,
-        description="rank: the rank of the replica's CP group, for which the others wait; none: all"
-        " of them.",
+        description=(
+            "rank: rank within the replica's CP group, for which the others wait; by default all"
+            " of them."
+        ),
     )
-    factor: float = Field(ge=1e-3, le=1e6, description="Times as long.")
-    from_step: int = Field(0, ge=0, le=MOST_STEPS, description="The first step with it.")
+    factor: float = Field(ge=1e-3, le=1e6, description="Factor by which it takes longer.")
+    from_step: int = Field(0, ge=0, le=MOST_STEPS, description="First step with the fault.")
 
     @model_validator(mode="after")
     def _one_rank(self) -> FaultSpec:
@@ -67,43 +69,45 @@ class FaultSpec(Strict):
 class LostSpec(Strict):
     """Node that a rehearsal loses for good: the processes of its devices die, in every start."""
 
-    node: int = Field(ge=0, le=MOST_GPUS, description="Its number, from 0.")
-    step: int = Field(ge=0, le=MOST_STEPS, description="The first step that it does not end.")
+    node: int = Field(ge=0, le=MOST_GPUS, description="Index of the node, from 0.")
+    step: int = Field(ge=0, le=MOST_STEPS, description="First step that the node does not finish.")
 
 
 class RehearseSpec(Strict):
     """Emulation of the cluster in `disttrain train --rehearse`."""
 
     steps: int = Field(
-        3, ge=1, le=MOST_STEPS, description="Optimizer steps, where --steps gives none."
+        3, ge=1, le=MOST_STEPS, description="Number of optimizer steps without --steps."
     )
     time_scale: Annotated[float, Field(gt=0, le=1e6)] | Literal["auto"] = Field(
         "auto",
         description=(
-            "Seconds here per second of the cluster; auto: slow enough for this machine to keep up."
+            "Seconds of the rehearsal per second of the cluster; auto: slow enough for this"
+            " machine to keep up."
         ),
     )
     gpus_per_process: Annotated[int, Field(ge=1, le=MOST_GPUS)] | Literal["auto"] = Field(
         "auto",
         description=(
-            "GPUs of one stage for which a process stands, whole TP groups; auto: as few as make "
-            "at most 24 processes."
+            "Number of GPUs of one stage that each process emulates, in whole TP groups; auto: the"
+            " smallest number with at most 24 processes."
         ),
     )
     messages: Literal["scaled", "real"] = Field(
         "scaled",
-        description=(
-            "Size of what ranks send each other: one value per row of a tensor, or all of it."
-        ),
+        description=("Size of the messages: one value per row of a tensor, or the whole tensor."),
     )
     noise: float = Field(
-        0.0, ge=0, le=1, description="Standard deviation of an operation's time, as a share of it."
+        0.0,
+        ge=0,
+        le=1,
+        description="Standard deviation of an operation's time, relative to its mean.",
     )
     faults: list[FaultSpec] = Field(
-        default_factory=list, description="What goes wrong: slow devices, links, hosts."
+        default_factory=list, description="Injected faults: slow devices, links, hosts."
     )
-    lost: list[LostSpec] = Field(default_factory=list, description="Nodes that are lost.")
+    lost: list[LostSpec] = Field(default_factory=list, description="Nodes that fail.")
     distribution: DistributionSpec | None = Field(
         None,
-        description="Sizes of other data than the plan was made for; the run's own if not given.",
+        description="Sizes of different data than the plan is for; by default those of the run.",
     )

@@ -20,9 +20,9 @@ def test_the_slow_rank_of_a_group_is_named(tmp_path, dp, cp_rank):
     verdict, ranks = found.verdict, 2 + 2 * dp
     assert (verdict.cause, verdict.place.rank) == ("worker", 1 + cp_rank * ranks)
     assert verdict.place.cp_rank == cp_rank
-    assert f"CP rank {cp_rank}) is slow for its work, and the others" in verdict.headline
+    assert f"CP rank {cp_rank}) is slower than its work explains, and the other" in verdict.headline
     assert [one.cause for one in found.causes if one.gain_pct > 1] == ["worker"]
-    waited = next(one for one in verdict.evidence if "passes for which" in one.what)
+    waited = next(one for one in verdict.evidence if "passes in which" in one.what)
     assert waited.value == pytest.approx(0.9 * (1 - 1 / 3.0), rel=1e-3)
 
 

@@ -81,7 +81,7 @@ def test_of_two_faults_each_is_mended_alone(tmp_path, mended, other):
 
 
 def test_stages_of_unequal_work_gain_by_levelling(tmp_path):
-    """Without a profile nobody knows that a stage is slow for its work."""
+    """Without a profile nobody knows that a stage is slower than its work explains."""
     synthetic.write(tmp_path, synthetic.Synthetic(steps=STEPS, slow_stage={1: 1.5}))
     (tmp_path / "job.json").unlink()
     remedy = of(analyze([tmp_path]).remedies, "stage")
@@ -263,7 +263,7 @@ def test_what_more_devices_would_gain_is_told_too(unbalanced):
     assert "one more" not in verdict(free).advice
     little = replace(free, gain_s=0.001, gain_pct=0.1)
     assert verdict(bought, little).cause == verdict(bought).cause == "none"
-    assert "which none of the layouts tried avoids" in verdict(bought, little).headline
+    assert "which none of the tried layouts avoids" in verdict(bought, little).headline
     assert "with one more." in verdict(bought, little).advice
 
 

@@ -221,7 +221,7 @@ def _layouts(
         gain_s = (1 - new.then_s / new.present_s) * min(new.present_s, measured_s)
         yield (
             (
-                f"a plan by this run's times: {new.layout.describe()}, microbatches of"
+                f"a plan from this run's times: {new.layout.describe()}, microbatches of"
                 f" {new.layout.microbatch_size}"
             ),
             again,
