@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import Tables, main
+from disttrain_cli.costs.hardware import RULES
 from disttrain_cli.planning.solve import solve
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.runfile import RunFile
@@ -47,14 +48,21 @@ def costs(name: str) -> tuple[RunFile, Profile]:
 
 
 def read(frozen: dict[str, Any]) -> tuple[RunFile, Profile]:
-    """Run file and profile of a frozen document, with fingerprints as they are computed now."""
+    """Run file and profile of a frozen document, with fingerprints and rules of now.
+
+    Its costs stay those of the rules by which they were computed.
+    """
     run, profile = (
         RunFile.model_validate(frozen["run"]),
         Profile.model_validate(frozen["profile"]),
     )
+    provenance = profile.provenance | {"rules": RULES}
     prints = {"model": run.model_fingerprint(), "cluster": run.cluster_fingerprint()}
     return run, profile.model_copy(
-        update={"fingerprints": profile.fingerprints.model_copy(update=prints)}
+        update={
+            "fingerprints": profile.fingerprints.model_copy(update=prints),
+            "provenance": provenance,
+        }
     )
 
 

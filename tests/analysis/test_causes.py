@@ -374,7 +374,7 @@ def test_ranks_that_share_a_replica_are_not_told_apart():
     """Of those of a TP or CP group each pass takes as long as the slowest one's."""
     places = [Place(unit="llm", stage=0, replica=1, cp_rank=at, rank=4 + at) for at in range(2)]
     gain_s = np.array([0.5])
-    record = SimpleNamespace(losses=SimpleNamespace(rank_factor={4: 1.5, 5: 1.5}))
+    record = SimpleNamespace(losses=SimpleNamespace(rank_factor={4: 1.5, 5: 1.5}), slow_clocks={})
     told = tell(record, Finding("worker", places, gain_s, gain_s))
     assert told.told.startswith(
         "Ranks 4 and 5 (llm, stage 0, replica 1), which wait for each other"

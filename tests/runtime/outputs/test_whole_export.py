@@ -104,7 +104,8 @@ def test_with_no_step_taken_the_folder_is_the_one_that_the_run_started_from(
     )
     assert not said["missing_keys"] and not said["unexpected_keys"]
     asked = question(family, model)
-    assert again.generate(**asked).tolist() == model.generate(**asked).tolist()
+    # in bf16 two logits may tie, and how a product is summed depends on where its operands lie
+    assert again.float().generate(**asked).tolist() == model.float().generate(**asked).tolist()
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o007])
