@@ -109,6 +109,6 @@ def test_trackers_get_verdict_and_samples_when_a_run_ends(
     verdict = judging.learned(run, profile, SAMPLES, pytest.fail)
     assert verdict.verdict == "not learning" and "1 of 1 held-out answers" in verdict.headline
     assert [given[1] for given in asked] == [200]  # type: ignore[index]
-    assert list(fake.values) == [199, 200, -1]
-    assert fake.values[199]["samples/exact_match"] == 1.0
+    assert list(fake.values) == [198, 200, -1]
+    assert fake.values[198]["samples/exact_match"] == 1.0
     assert fake.values[200] == {"verdict": f"{verdict.headline}. {verdict.advice}"}

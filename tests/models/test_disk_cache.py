@@ -112,3 +112,10 @@ def test_results_about_layers_are_stored(folder, make_run, function, given, name
     (path,) = folder.iterdir()
     content = path.read_bytes().partition(b"\n")[2]
     assert disk_cache._adapter(function.__wrapped__).validate_json(content) == computed
+
+
+@pytest.mark.parametrize("reason", ["_extended", "_edited"])
+def test_results_that_other_sources_may_decide_are_not_kept(folder, monkeypatch, reason):
+    """Layers of other packages, and files that changed after this process imported them."""
+    monkeypatch.setattr(disk_cache, reason, lambda: True)
+    assert asked("a") == asked("a") == (flops("a"), True) and not folder.exists()

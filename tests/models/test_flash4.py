@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -51,7 +51,7 @@ def test_it_is_told_the_segments_and_the_window(
     monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
     monkeypatch.setitem(sys.modules, "flash_attn.cute", package)
     monkeypatch.setattr(attention, "kernel_for", lambda *_: "varlen")
-    monkeypatch.setattr(flash4, "_version", 4)
+    monkeypatch.setattr(flash4, "computes", lambda rows: True)
     rows, lengths = drawn(12, 4, 2, 8), [5, 4, 3]
     made = attend(*rows, Segments(lengths, CPU), causal=causal, window=window, scale=0.3)
     torch.testing.assert_close(made, masked(*rows, lengths, causal, window, 0.3))
@@ -66,16 +66,19 @@ def test_it_is_chosen_on_gpus_that_it_has_kernels_for_where_it_is_installed(
 ) -> None:
     flash4.available.cache_clear()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(flash4, "find_spec", lambda name: object() if installed else None)
+    extra = SimpleNamespace(installed=installed)
+    monkeypatch.setitem(flash4.EXTRAS, "flash", extra)
     device = torch.device("cuda", 0)
     assert flash4.version("auto", device) == (4 if found else 2) and flash4.version(2, device) == 2
     assert flash4.version("auto", CPU) == 2
+    monkeypatch.undo()
+    flash4.available.cache_clear()
+    monkeypatch.setattr(flash4, "available", lambda device: found)
     if found:
         assert flash4.version(4, device) == 4
     else:
         with pytest.raises(SpecError, match="FlashAttention 4 is not available"):
             flash4.version(4, device)
-    flash4.available.cache_clear()
 
 
 @pytest.mark.gpu

@@ -49,7 +49,7 @@ def test_no_more_gpus_are_counted_than_there_are(monkeypatch: pytest.MonkeyPatch
         312.0,
     )
     assert room.local_processes(ClusterSpec(gpus_per_node=6), "cuda") == 1
-    sharing = ClusterSpec(gpus_per_node=6, ranks_per_gpu=4)
+    sharing = ClusterSpec(gpus_per_node=8, ranks_per_gpu=4)
     found = room.describe_device(sharing, "cuda", "bf16")
     assert (found.count, found.memory_gib) == (4, 20.0)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ import yaml
 from disttrain_cli.data.sample_data import write_sample_data
 from disttrain_cli.errors import DataError
 from disttrain_cli.profiling import measure as room
-from disttrain_cli.profiling.kept import kept_path
+from disttrain_cli.profiling.kept import Record, kept_path, record_name
+from disttrain_cli.profiling.worker import Variant
 from disttrain_cli.spec.profile import Profile, read_profile
 from disttrain_cli.spec.runfile import Run, read_run
 from disttrain_cli.spec.work import Work
@@ -290,3 +292,26 @@ def test_a_model_without_images_on_one_device(tmp_path: Path, data: Path, fewer:
 def test_data_that_is_not_there_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
     with pytest.raises(DataError):
         room.measure(run_file(tmp_path, tmp_path / "nowhere", ["llm"], processes=1), "cpu")
+
+
+def test_a_largest_size_that_does_not_fit_leaves_no_tp_size_out() -> None:
+    """Of the sizes measured regardless of the budget, a fit needs the smallest and a larger one."""
+    draws = [0, 4, 1, 2, 3]
+    variants = [
+        Variant("llm", tp, frozen, draws, draws[:3], [])
+        for tp in (1, 2)
+        for frozen in (False, True)
+    ]
+    record: Record = {"times": {}, "kept_bytes": {}}
+    names = [
+        record_name("llm", one.frozen, draw, tp=one.tp)
+        for one in variants
+        for draw in draws
+        if draw != 4
+    ]
+    request: Any = SimpleNamespace(variants=variants)
+    measured: Any = SimpleNamespace(records=dict.fromkeys(names, record))
+    assert room._counts(request, measured, "llm") == {"1": (8, 10), "2": (8, 10)}
+    for one in variants:
+        measured.records.pop(record_name("llm", one.frozen, 1, tp=one.tp))
+    assert room._counts(request, measured, "llm") == {"1": (0, 10), "2": (0, 10)}

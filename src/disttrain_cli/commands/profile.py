@@ -275,7 +275,7 @@ def _measuring_line(measuring: Measuring) -> str:
     if measured < drawn:
         line += "; the rest is interpolated"
     over = (
-        "; the first sizes of everything are measured in any case"
+        "; the first sizes at TP 1 are measured in any case"
         if measuring.spent_s > measuring.budget_s + 1.0
         else ""
     )

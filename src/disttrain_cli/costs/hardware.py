@@ -192,7 +192,7 @@ def analytic_device(name: str, cluster: ClusterSpec, precision: Precision) -> De
     if known is None:
         known = _generic(name, cluster)
     changes: dict[str, float | str] = {}
-    if cluster.flash_attention == 4:
+    if cluster.flash_attention == 4 and precision == "bf16":
         changes["curve"] = f"{known.curve}_flash_4"
         if changes["curve"] not in catalogue().curves:
             raise SpecError(

@@ -48,7 +48,7 @@ def learned(
         for tracker in trackers_of(run, rows[-1]["step"] + 1, say):
             if samples is not None:
                 folder = run.dir.images / Path(samples.checkpoint).name
-                tracker.write(samples.step, sampled(folder, samples))
+                tracker.write(max(0, samples.step - 1), sampled(folder, samples))
             tracker.write(rows[-1]["step"] + 1, values)
             tracker.close()
     return verdict

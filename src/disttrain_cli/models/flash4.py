@@ -9,16 +9,14 @@ are first needed, for each head width and kind of mask.
 from __future__ import annotations
 
 from functools import cache
-from importlib.util import find_spec
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from disttrain_cli.errors import SpecError
-from disttrain_cli.spec.extras import install_command
+from disttrain_cli.spec.extras import EXTRAS, install_command
 
-PACKAGE = "flash_attn.cute"
 #: Compute capabilities with kernels of both directions for segments.
 CAPABILITIES = (9, 10)
 WIDEST_HEAD = 128
@@ -29,8 +27,7 @@ def available(device: torch.device) -> bool:
     """Return True if version 4 is installed and has kernels for a device."""
     return (
         device.type == "cuda"
-        and find_spec(PACKAGE.partition(".")[0]) is not None
-        and find_spec(PACKAGE) is not None
+        and EXTRAS["flash"].installed
         and torch.cuda.get_device_capability(device)[0] in CAPABILITIES
     )
 
@@ -69,7 +66,8 @@ def used() -> Literal[2, 4]:
 
 def computes(query_RHD: Tensor) -> bool:
     """Return True if version 4 computes attention of these rows; tensors without values never."""
-    return _version == 4 and type(query_RHD) is Tensor and query_RHD.shape[-1] <= WIDEST_HEAD
+    real = query_RHD.is_cuda and type(query_RHD) is Tensor
+    return _version == 4 and real and query_RHD.shape[-1] <= WIDEST_HEAD
 
 
 def attended(

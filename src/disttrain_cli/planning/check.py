@@ -232,6 +232,13 @@ def _check_batch(plan: Plan, run: RunFile, profile: Profile) -> None:
 
 def _check_ranks(plan: Plan, run: RunFile, profile: Profile) -> None:
     layout = plan.plan
+    if layout.left_out and profile.cluster.ranks_per_gpu > 1:
+        raise SpecError(
+            "A GPU that ranks share cannot be left out",
+            f"left_out: {', '.join(map(str, layout.left_out))}; cluster.ranks_per_gpu:"
+            f" {profile.cluster.ranks_per_gpu}",
+            "Hide it from this job (CUDA_VISIBLE_DEVICES), and profile and plan again.",
+        )
     wrong = [device for device in layout.left_out if device >= profile.device.count]
     if wrong or len(set(layout.left_out)) < len(layout.left_out):
         raise SpecError(

@@ -43,6 +43,7 @@ class Stopwatch:
         self._cuda, self._sensor = device.type == "cuda", sensor
         self._marks: list[tuple[Any, Any] | None] = []
         self.readings: list[Reading] = []
+        self.settled = not self._cuda  # under load (`sustained.settle`)
 
     def time(self, call: Callable[[], Result]) -> Result:
         """Call, and record the device's start and end of it."""

@@ -75,11 +75,17 @@ def measure(
     """
     file, meter = run.file, meter or Meter()
     wanted = device if device != "auto" else file.cluster.device
-    if wanted.startswith(ANALYTIC):
+    kind = "analytic" if wanted.startswith(ANALYTIC) else choose_kind(wanted)
+    if file.cluster.ranks_per_gpu > 1 and kind != "cuda":
+        raise SpecError(
+            "Only ranks on GPUs of this machine can share them",
+            f"cluster.ranks_per_gpu: {file.cluster.ranks_per_gpu}, device: {wanted} ({kind})",
+            "Remove cluster.ranks_per_gpu; on a CPU, cluster.gpus_per_node counts processes.",
+        )
+    if kind == "analytic":
         from disttrain_cli.profiling.analytic import analytic_profile
 
         return analytic_profile(run, wanted.removeprefix(ANALYTIC), progress)
-    kind = choose_kind(wanted)
     processes = local_processes(file.cluster, kind)
     inputs = describe(run)
     with meter.stopped():
@@ -168,7 +174,7 @@ def _counts(request: Request, measured: Measured, module: str) -> dict[str, tupl
         fitted = all(
             record_name(module, one.frozen, draw, tp=tp) in measured.records
             for one in variants
-            for draw in one.needed
+            for draw in (one.needed[0], one.needed[-1])  # the largest may exceed the memory
         )
         counts[str(tp)] = (sum(done) if fitted else 0, sum(len(one.draws) for one in variants))
     return counts
@@ -220,7 +226,8 @@ def _request(
             "seed": file.train.seed,
             "device": device.name,
             "flash_attention": device.flash_attention,
-            "processes": processes if kind == "cpu" else None,  # they share its cores
+            # they share its cores, or a GPU
+            "processes": processes if kind == "cpu" else file.cluster.ranks_per_gpu,
             "versions": library_versions(),
             "draws": draws,
         }

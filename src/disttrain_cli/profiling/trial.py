@@ -58,7 +58,7 @@ class Bench:
         ]
         #: Number of the module's layers, by kind.
         self.counts = Counter(layer.kind for layer in self._table if layer.module == module)
-        self._stopwatch, self._settled = stopwatch, device.type == "cpu"
+        self._stopwatch = stopwatch
         if self._dtype == torch.bfloat16:
             add_at_once(
                 (weight, torch.zeros_like(weight, dtype=torch.float32))
@@ -82,7 +82,9 @@ class Bench:
         return {kind: mean_layer(pairs, self.counts[kind]) for kind, pairs in by_kind.items()}
 
     def _time(self, state: dict[str, Tensor], batch: Batch) -> list[Pair]:
-        """Return the times of all layers; on a GPU under sustained load."""
+        """Return the times of all layers; on a GPU under sustained load, whose reading stays."""
+        readings = self._stopwatch.readings
+        before = len(readings)
         run = partial(time_module, self._layers, state, batch, self._stopwatch)
         times = run()
         if self._device.type == "cpu":
@@ -90,10 +92,12 @@ class Bench:
         begin_s = time.monotonic()
         run()  # kernels are loaded, memory is allocated
         pass_s = time.monotonic() - begin_s
-        if not self._settled:
-            settle(lambda: run(passes_for(LOOK_S, pass_s)), self._stopwatch.readings)
-            self._settled = True
-        return run(passes_for(MEASURED_S, pass_s))
+        if not self._stopwatch.settled:
+            settle(lambda: run(passes_for(LOOK_S, pass_s)), readings)
+            self._stopwatch.settled = True
+        times = run(passes_for(MEASURED_S, pass_s))
+        readings[before:] = readings[-1:]
+        return times
 
     def kept_bytes(self, sizes: Sizes, frozen: bool) -> dict[str, float] | None:
         """Return the bytes saved from forward to backward, by kind of layer."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
-LIBRARIES = ("disttrain", "torch", "transformers", "diffusers", "deepspeed")
+LIBRARIES = ("disttrain", "torch", "transformers", "diffusers", "deepspeed", "flash-attn-4")
 
 
 def library_versions() -> dict[str, str]:

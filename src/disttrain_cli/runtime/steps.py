@@ -144,7 +144,8 @@ def run_steps(
             if task.idle_gib is not None:
                 now, held = tracer.mark(), peak_gib(engine.device) - task.idle_gib
                 tracer.record("memory", now, now, bytes=round(max(0.0, held) * 2**30))
-                if step == task.first and (device_bytes := of_device(engine.device)):
+                alone = run.file.cluster.ranks_per_gpu == 1
+                if step == task.first and alone and (device_bytes := of_device(engine.device)):
                     for module, size in device_bytes.items():
                         tracer.record("memory", now, now, module=module, bytes=size)
                     outside_gib = (device_bytes["device"] - device_bytes["allocator"]) / 2**30

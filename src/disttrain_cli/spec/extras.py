@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from importlib.util import find_spec
 from typing import NamedTuple
@@ -16,7 +17,16 @@ class Extra(NamedTuple):
 
     @property
     def installed(self) -> bool:
-        """True if its module can be found."""
+        """True if its package is installed and its module can be found.
+
+        Other packages have modules of the same name: FlashAttention 2 and 4 are both `flash_attn`.
+        """
+        from importlib.metadata import PackageNotFoundError, version  # 20 ms
+
+        try:
+            version(re.split(r"[<>=]", self.requirement)[0])
+        except PackageNotFoundError:
+            return False
         return find_spec(self.module) is not None
 
 

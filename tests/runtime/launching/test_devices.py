@@ -23,6 +23,7 @@ from disttrain_cli.runtime.launching.process import (
     SHARED_DEVICE,
     set_cuda_environment,
 )
+from disttrain_cli.spec.runfile.cluster import ClusterSpec
 
 
 @pytest.mark.parametrize(
@@ -166,3 +167,20 @@ def test_ranks_that_share_a_gpu_are_hosts_of_their_own_for_nccl(
         assert "NCCL_MAX_CTAS=4" in said and "NCCL_P2P_DISABLE=1" in said
         hosts.add(os.environ["NCCL_HOSTID"])
     assert len(hosts) == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"nodes": 2, "gpus_per_node": 4}, "allowed: 1 node"),
+        ({"gpus_per_node": 3}, "multiples of ranks_per_gpu"),
+        ({"gpus_per_node": 4, "memory_gib": 40}, "allowed: without"),
+        ({"gpus_per_node": 4, "device": "cpu"}, "allowed: cuda"),
+    ],
+)
+def test_gpus_are_shared_evenly_on_one_machine_or_refused(
+    changes: dict[str, Any], reason: str
+) -> None:
+    assert ClusterSpec(gpus_per_node=4, ranks_per_gpu=2).ranks_per_gpu == 2
+    with pytest.raises(ValueError, match=reason):
+        ClusterSpec.model_validate({"ranks_per_gpu": 2} | changes)

@@ -153,6 +153,10 @@ def _compile(source: str, torch: Path, library: Path) -> None:
 
 def _run(words: list[str]) -> subprocess.CompletedProcess[str]:
     """Run a compiler; raises DisttrainError if it cannot be started, or loops or hangs."""
+    hard_s = resource.getrlimit(resource.RLIMIT_CPU)[1]
+    soft_s, most_s = _CPU_S, _CPU_S + 5
+    if hard_s != resource.RLIM_INFINITY:  # a limit of the user's, which can only be lowered
+        soft_s, most_s = min(soft_s, hard_s), min(most_s, hard_s)
     try:
         done = subprocess.run(
             words,
@@ -160,11 +164,12 @@ def _run(words: list[str]) -> subprocess.CompletedProcess[str]:
             text=True,
             timeout=_WALL_S,
             # the signal of the soft limit tells a driver why the compiler proper ended
-            preexec_fn=partial(resource.setrlimit, resource.RLIMIT_CPU, (_CPU_S, _CPU_S + 5)),
+            preexec_fn=partial(resource.setrlimit, resource.RLIMIT_CPU, (soft_s, most_s)),
+            env=os.environ | {"LC_ALL": "C"},  # `SPENT` is English
         )
         if done.returncode != -signal.SIGXCPU and SPENT not in done.stderr:
             return done
-        what, why = f"{words[0]} did not end", f"it was given {_CPU_S} s of CPU time"
+        what, why = f"{words[0]} did not end", f"it was given {soft_s} s of CPU time"
     except OSError as error:
         what, why = f"{words[0]} cannot be started", error.strerror or str(error)
     except subprocess.TimeoutExpired:

@@ -47,17 +47,18 @@ class Sensor:
 
 
 def sensor_of(device: torch.device) -> Sensor | None:
-    """Return the sensor of a CUDA device; None for a CPU, and where the driver has none."""
+    """Return the sensor of a CUDA device; None for a CPU, and if the driver reports too little."""
     if device.type != "cuda":
-        return None
-    try:
-        library = ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:
         return None
     name = f"GPU-{str(torch.cuda.get_device_properties(device).uuid).removeprefix('GPU-')}"
     handle = ctypes.c_void_p()
-    if library.nvmlInit_v2() or library.nvmlDeviceGetHandleByUUID(
-        name.encode(), ctypes.byref(handle)
-    ):
+    try:
+        library = ctypes.CDLL("libnvidia-ml.so.1")
+        if library.nvmlInit_v2() or library.nvmlDeviceGetHandleByUUID(
+            name.encode(), ctypes.byref(handle)
+        ):
+            return None
+        sensor = Sensor(library, handle)
+        return None if sensor.read() is None else sensor
+    except (OSError, AttributeError):  # no library, or one without these functions
         return None
-    return Sensor(library, handle)

@@ -6,6 +6,7 @@ import errno
 import io
 import math
 import os
+import re
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -218,7 +219,13 @@ class Tracer:
             run,
             say,
             kept_steps,
-            [path for path in others if path.name[5:].isdigit() and int(path.name[5:]) >= ranks],
+            [
+                path
+                for path in others
+                if re.fullmatch(r"rank-[0-9]{5,}", path.name)
+                and not path.is_symlink()
+                and int(path.name[5:]) >= ranks
+            ],
         )
         self.now, self._device = clock, device_clock
         # rows whose times are not known yet

@@ -60,7 +60,12 @@ class Watch:
             row = row | {"watch": self._judged.lost(), "plan": self._planned}
         values: list[tuple[int, Mapping[str, Value]]] = [(int(row["step"]), figures(row))]
         if self._new_samples is not None:
-            values += [(one.step, sampled(folder, one)) for folder, one in self._new_samples.take()]
+            # at the last step that the sampled weights were trained on: what a resumed start
+            # repeats, and trackers drop, begins after it
+            values += [
+                (max(0, one.step - 1), sampled(folder, one))
+                for folder, one in self._new_samples.take()
+            ]
         for tracker, (step, shown) in product(self._trackers, values):
             tracker.write(step, shown)
 

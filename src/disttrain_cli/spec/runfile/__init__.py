@@ -93,6 +93,15 @@ class RunFile(Strict):
         return self
 
     @model_validator(mode="after")
+    def _replans_whole_gpus(self) -> RunFile:
+        if self.cluster.ranks_per_gpu > 1 and self.train.on_straggler == "replan":
+            raise ValueError(
+                "train.on_straggler: replan with cluster.ranks_per_gpu; allowed: without, as a"
+                " GPU that ranks share cannot be left out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _known_nodes(self) -> RunFile:
         for what, nodes in (
             ("faults", [fault.node for fault in self.rehearse.faults]),

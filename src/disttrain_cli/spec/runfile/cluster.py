@@ -284,6 +284,16 @@ class ClusterSpec(Strict):
             raise ValueError(
                 f"ranks_per_gpu {self.ranks_per_gpu} with {self.nodes} nodes; allowed: 1 node"
             )
+        if self.gpus_per_node % self.ranks_per_gpu:
+            raise ValueError(
+                f"ranks_per_gpu {self.ranks_per_gpu} with gpus_per_node {self.gpus_per_node}, which"
+                " counts ranks; allowed: multiples of ranks_per_gpu"
+            )
+        if self.ranks_per_gpu > 1 and self.memory_gib is not None:
+            raise ValueError(
+                f"ranks_per_gpu {self.ranks_per_gpu} with memory_gib; allowed: without, as ranks"
+                " share a GPU's memory evenly"
+            )
         if self.ranks_per_gpu > 1 and self.device not in ("auto", "cuda"):
             raise ValueError(
                 f"ranks_per_gpu {self.ranks_per_gpu} with device {self.device}; allowed: cuda"

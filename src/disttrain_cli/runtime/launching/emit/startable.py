@@ -95,8 +95,16 @@ def check_planned(run: Run, plan: Plan, profile: Profile, kind: str) -> list[str
     """Check a plan's devices, and that its ranks fit on the hosts; return warnings.
 
     Raises:
-        SpecError: the plan leaves devices out, or its ranks do not fit on the hosts.
+        SpecError: ranks share GPUs, the plan leaves devices out, or its ranks do not fit on the
+            hosts.
     """
+    if run.file.cluster.ranks_per_gpu > 1:
+        raise SpecError(
+            "Ranks that share GPUs are started on this machine alone",
+            f"cluster.ranks_per_gpu: {run.file.cluster.ranks_per_gpu}; schedulers give each rank a"
+            " GPU",
+            f"Remove it, then: {call('profile')} && {call('plan')}",
+        )
     if plan.plan.left_out:
         raise SpecError(
             "The plan leaves devices out",
