@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from disttrain_cli.profiling.fitting import fit
+from disttrain_cli.runtime.units.communicators import nccl_options
 from disttrain_cli.spec.profile import LinkProfile, LinkTimes
 from disttrain_cli.spec.work import Work
 
@@ -70,11 +71,13 @@ def _measure(groups: list[list[int]], device: torch.device) -> dict[str, float]:
 
     Ranks outside all groups wait, and return no fields.
     """
-    made = [dist.new_group(ranks) for ranks in groups]
-    mine = next(
-        (pair for pair in zip(groups, made, strict=True) if dist.get_rank() in pair[0]), None
-    )
-    operations = _operations(*(mine or (groups[0], made[0])))
+    options = nccl_options("messages", dist.get_backend())  # as between stages
+    made = [
+        (ranks, dist.new_group(ranks), dist.new_group(ranks[:2], pg_options=options))
+        for ranks in groups
+    ]
+    mine = next((one for one in made if dist.get_rank() in one[0]), None)
+    operations = _operations(*(mine or made[0]))
     count, sizes = len(groups[0]), CUDA_SIZES_BYTES if device.type == "cuda" else SIZES_BYTES
     measured: dict[str, float] = {}
     for name, (operation, share, messages) in operations.items():
@@ -87,7 +90,7 @@ def _measure(groups: list[list[int]], device: torch.device) -> dict[str, float]:
 
 
 def _operations(
-    ranks: list[int], group: dist.ProcessGroup
+    ranks: list[int], group: dist.ProcessGroup, pair: dist.ProcessGroup
 ) -> dict[str, tuple[Operation, float, int]]:
     """Return operations by name in `LinkTimes`: function, share of the buffer on a link, messages.
 
@@ -100,12 +103,13 @@ def _operations(
 
     def exchange(buffer: torch.Tensor, part: torch.Tensor) -> None:
         """Send a buffer back and forth between the first two ranks."""
-        if rank == ranks[0]:
-            dist.send(buffer, ranks[1])
-            dist.recv(buffer, ranks[1])
-        elif rank == ranks[1]:
-            dist.recv(buffer, ranks[0])
-            dist.send(buffer, ranks[0])
+        if rank not in ranks[:2]:
+            return
+        first = rank == ranks[0]
+        for begin in (dist.isend, dist.irecv) if first else (dist.irecv, dist.isend):
+            message = dist.P2POp(begin, buffer, ranks[first], pair)
+            for work in dist.batch_isend_irecv([message]):
+                work.wait()
 
     return {
         "p2p": (exchange, 1.0, 2),
