@@ -95,7 +95,7 @@ def test_notes_go_to_who_asked_for_them(run_folder):
         (lambda run: api.sql("SELECT 1", run / "nothing"), DataError, "nothing"),
         (lambda run: api.look(run / "nothing"), DataError, "no run's folder"),
         (lambda run: api.watch(run / "nothing"), DataError, "no run's folder"),
-        (lambda run: api.explain_hang(run), DataError, "no dumps"),
+        (lambda run: api.explain_hang(run), DataError, "not dumps"),
         (lambda run: api.sample(run), UsageError, "neither prompts nor images"),
         (lambda run: api.sample(run, prompts="Draw"), UsageError, "prompts is not a list"),
         (lambda run: api.init(run, model="m"), UsageError, "model and data go together"),

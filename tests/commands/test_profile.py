@@ -75,7 +75,7 @@ def test_what_was_measured_and_spent_is_said(folder, capsys):
     profile = make_profile(read_run(folder / "disttrain.yaml").file)
     for budget_s, over in (
         (30, ""),
-        (12, "; the first sizes of everything are measured in any case"),
+        (12, "; the first sizes at TP 1 are measured in any case"),
     ):
         measuring = measuring.model_copy(update={"budget_s": budget_s})
         shown = profile.model_copy(update={"measuring": measuring})
@@ -83,7 +83,7 @@ def test_what_was_measured_and_spent_is_said(folder, capsys):
         assert (
             "Layers   measured 64 of 165 sizes in 29 s of CPU; the rest is interpolated (budget"
             f" {budget_s} s, start-up took 18 s{over})\n"
-            "         llm without TP 2: not measured within the budget; disttrain profile again"
+            "         llm without TP 2: not measured within the budget; profiling again"
             " continues with them\n"
         ) in capsys.readouterr().out
 

@@ -134,5 +134,5 @@ def test_data_that_moved_are_named(
         lambda run, plan, profile, **options: result(Path(run.dir.rehearsal.root), 2, images=240),
     )
     code, out, _ = call(["train", faked, "--rehearse"], capsys)
-    assert code == 0 and "images read per sequence where the plan was made for" in out
+    assert code == 0 and "images read per sequence instead of the planned" in out
     assert f"disttrain profile {faked} --calibrate" in out and f"&& disttrain plan {faked}" in out

@@ -127,7 +127,7 @@ def test_data_that_moved_away_from_the_plan_are_named(faked, monkeypatch, capsys
     many = [step | {"images": 240} for step in STEPS]
     monkeypatch.setattr("tests.commands.test_train.STEPS", many)
     code, out, _ = call(["train", faked], capsys)
-    assert code == 0 and "images read per sequence where the plan was made for 2" in out
+    assert code == 0 and "images read per sequence instead of the planned 2" in out
     assert f"disttrain profile {faked} --calibrate" in out
 
 
@@ -284,7 +284,7 @@ def test_after_a_lost_rank_the_command_to_go_on_is_named(planned, monkeypatch, c
     again = f"disttrain train {planned} --steps 9"
     assert code == 4 and out == ""
     assert err.endswith(
-        f"Next: Go on from {checkpoint}: {again} --resume\n"
+        f"Next: Resume from {checkpoint}: {again} --resume\n"
         if checkpoint
         else f"Next: See its log: less x\nThere is no checkpoint yet; restart: {again}\n"
     )

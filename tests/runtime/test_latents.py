@@ -349,7 +349,7 @@ def test_new_shards_are_added_and_the_others_stay(cached: Run, data: Path) -> No
     assert [one.encoded for one in made] == [0, 0] and files_of(cached) == before
     write_tar(data / "interleaved" / "aa.tar", samples(50, 3))
     grown = open_index(cached, describe(cached))
-    with pytest.raises(MismatchError, match="other data") as caught:
+    with pytest.raises(MismatchError, match="different data") as caught:
         described(cached, grown)
     assert index.fingerprint in caught.value.why and "data_latents" in caught.value.next_step
     index, made = make_latents(cached, silent)

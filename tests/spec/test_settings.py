@@ -62,7 +62,7 @@ def test_what_is_set_is_as_if_it_were_edited(file, setting, path, value):
         ("=3", "allowed: KEY=VALUE"),
         ("train..steps=3", "allowed: KEY=VALUE"),
         ("train.steps=[", "the value is not valid YAML"),
-        ("train.steps.x=3", "'x' leads into 360, which has no fields"),
+        ("train.steps.x=3", "'x' is inside 360, which has no fields"),
         ("data.sources.2.weight=3", "'2' is no index of a list of 2"),
         ("data.sources.-1.weight=3", "'-1' is no index of a list of 2"),
         ("train.stepz=3", "settings train.stepz: unknown key; did you mean steps?"),

@@ -171,7 +171,7 @@ def _render(console: Console, profile: Profile, path: Path, passes: str) -> None
         for name, tps in measuring.not_measured.items():
             console.say(
                 f"         {name} without TP {', '.join(tps)}: not measured within the budget;"
-                " disttrain profile again continues with them"
+                " profiling again continues with them"
             )
     console.say(
         f"Data     {data.samples:,} samples in {data.sequences:,} sequences "

@@ -164,7 +164,7 @@ def test_traces_without_their_first_steps_say_where_they_begin(tmp_path):
     tail = Tail(tmp_path / "traces", steps=STEPS)
     assert tail.grow() and (tail.first, tail.last) == (STEPS - 4, STEPS - 1)
     assert held(tail) == wanted(tmp_path, STEPS - 4, STEPS - 1)
-    says = f"the traces begin at step {STEPS - 4}: those of {STEPS - 4} earlier steps are gone"
+    says = f"the traces begin at step {STEPS - 4}: those of {STEPS - 4} earlier steps were deleted"
     assert any(says in warning for warning in analyze([tmp_path / "traces"]).warnings)
     assert not any("traces begin" in one for one in analyze([tmp_path / "whole"]).warnings)
 

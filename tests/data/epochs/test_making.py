@@ -244,7 +244,7 @@ def test_two_jobs_at_a_time_and_a_maker_that_is_killed(folder: Path) -> None:
     with alone(lock, "the order of epoch 0", progress):
         pass  # the lock ended with its process
     killed.wait()
-    assert f"which process {killed.pid} on" in told[0] or any(
+    assert f"from process {killed.pid} on" in told[0] or any(
         f"process {other.pid}" in told[0] for other in others
     )
     texts = [other.communicate(timeout=60)[0].splitlines() for other in others]
