@@ -59,7 +59,7 @@ def test_the_demo_learns_to_draw_and_to_read(tmp_path, preset):
     assert len({one["asked"] for one in samples["drawn"]}) == 10
     held_mib = [1024 * step["memory_gib"] for step in trained["steps"]]
     assert held_mib[-1] - held_mib[99] < 50  # of the largest rank; 600 without trims
-    assert f"In {sum(drawn)} of 100 images" in page and f"names what {sum(named)} show" in page
+    assert f"In {sum(drawn)} of 100 images" in page and f"For {sum(named)} of 100 images" in page
     pictures = [Path(image).read_bytes() for image in trained["images"]]
     assert len(set(pictures)) == 100  # none is drawn twice
     check_none_is_learned_by_heart(trained["images"])
