@@ -182,7 +182,7 @@ def test_connections_are_priced_as_they_are_counted(seed: int) -> None:
             ("context parallel", nccl.context_mib(device, groups.context, groups.gathers), 1),
             (
                 "tensor parallel",
-                nccl.collective_mib(device, groups.tensor, round_it=groups.overlap),
+                nccl.collective_mib(device, groups.tensor, passes_on=groups.overlap),
                 1,
             ),
         ):

@@ -42,12 +42,12 @@ module for the sizes in the data. Shards that changed or were removed after they
 refused; with --reindex all are read again. Measuring stops at a budget: on a CPU 30 s of CPU time
 of all processes, or a tenth of the training time if that is less (5 s at least); on GPUs 3
 minutes. Start-up counts (on a CPU some 20 s of all processes); reading the data does not. Sizes
-that span those of the data come first, with the smallest and a larger one of everything whatever
-the budget; the rest is interpolated. TP sizes that did not fit into the budget are named here and
-by disttrain plan; profiling again continues with them. With analytic:NAME only preprocessing is
-measured: operators of the layers are counted and timed by the catalogue's figures, for machines
-that are not available. With --calibrate nothing is measured: the profile of a recorded run is
-corrected by its traces, and the replaced profile is kept as profile.json.before.
+that span those of the data come first, with the smallest and a larger one at TP 1, on GPUs the
+largest too, whatever the budget; the rest is interpolated. TP sizes that did not fit into the
+budget are named here and by disttrain plan; profiling again continues with them. With analytic:NAME
+only preprocessing is measured: operators of the layers are counted and timed by the catalogue's
+figures, for machines that are not available. With --calibrate nothing is measured: the profile of a
+recorded run is corrected by its traces, and the replaced profile is kept as profile.json.before.
 """
 
 #: Names of the hardware catalogue, for --help alone: reading it would slow every command's start.

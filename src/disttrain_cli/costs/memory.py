@@ -107,7 +107,7 @@ def reserved_bytes(profile: Profile, modules: Sequence[str], groups: Groups) -> 
         + groups.messages_mib
         + nccl.collective_mib(device, groups.world, nccl.WORLD_CTAS)
         + nccl.collective_mib(device, groups.weights)
-        + nccl.collective_mib(device, groups.tensor, round_it=groups.overlap)
+        + nccl.collective_mib(device, groups.tensor, passes_on=groups.overlap)
         + nccl.context_mib(device, groups.context, groups.gathers)
         + copies * nccl.collective_mib(device, nccl.Spread(2, 2, 1))
     )

@@ -87,14 +87,14 @@ def collective_mib(
     ctas: int = 0,
     *,
     tree: bool = True,
-    round_it: bool = False,
+    passes_on: bool = False,
 ) -> Floats:
     """Return the memory of a rank's connections in the ring of a group.
 
     Args:
         ctas: bound of the channels; 0 = none.
         tree: it sums small tensors, too, by a tree.
-        round_it: its ranks send messages to the next one, too.
+        passes_on: its ranks send messages to the next one, too.
     """
     sent, received = device.channel_sent_mib, device.channel_received_mib
     size, local, nodes = (np.asarray(count) for count in group)
@@ -110,7 +110,7 @@ def collective_mib(
         shared = np.where(local == 1, 0.875, 1.0)  # with the ring
         more = inside + neighbours * 2 * received * ends * shared
         connections = connections + np.where(size > 2, more, 0.0)
-    mib = channels * connections + round_it * NODE_PEER_CHANNELS * (sent + received)
+    mib = channels * connections + passes_on * NODE_PEER_CHANNELS * (sent + received)
     return np.asarray((size > 1) * mib, dtype=np.float64)
 
 

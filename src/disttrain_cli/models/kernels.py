@@ -1,7 +1,7 @@
-"""Rotary embeddings, SiLU gates and the cross-entropy, each of operators with one GPU kernel.
+"""Rotary embeddings, SiLU gates and the cross-entropy as operators, each a single GPU kernel.
 
 As PyTorch's operators, rotary embeddings and gates need a dozen passes over memory, 18 % of a step
-of a model of a billion weights on an H100, and the loss five times as long as as two kernels
+of a model of a billion weights on an H100; the loss takes five times as long as its two kernels
 (docs/decisions/14-gpu-kernels.md). On "meta" and fake devices the operators represent those that
 run; a CUDA build of torch without Triton computes the same in several kernels, more slowly.
 """
