@@ -137,7 +137,7 @@ def own_run(folder: Path, model: str, data: str, devices: int, progress: Progres
 
 def _model_fields(path: Path, config: object) -> Template:
     """Return the section `model` for a published family or a single LLM; SpecError for others."""
-    from disttrain_cli.models.architectures import ARCHITECTURES
+    from disttrain_cli.models.architectures import architectures
     from disttrain_cli.spec.families.table import FAMILIES
     from disttrain_cli.spec.suggestions import listed
 
@@ -147,7 +147,7 @@ def _model_fields(path: Path, config: object) -> Template:
             "  folder: $folder\n"
             "  # trained: [projectors, llm]  # to leave the vision tower as it is"
         )
-    llms = [name for name, one in ARCHITECTURES.items() if one.kind == "llm"]
+    llms = [name for name, one in architectures().items() if one.kind == "llm"]
     if kind in llms:
         return Template("  modules:\n    llm: {kind: llm, folder: $folder}")
     raise SpecError(

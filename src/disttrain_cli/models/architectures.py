@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ from disttrain_cli.models.architecture import Architecture, Joined
 from disttrain_cli.models.building import LayerMaker
 from disttrain_cli.models.configs import decoders, encoders
 from disttrain_cli.models.configs.buckets import read_buckets
+from disttrain_cli.models.configs.decoders import Family
 from disttrain_cli.models.configs.checks import (
     ModuleConfig,
     read_transformer,
@@ -59,6 +60,7 @@ from disttrain_cli.models.configs.wholes import section_fields
 from disttrain_cli.models.generator import Canvas
 from disttrain_cli.models.layer import PipelineLayer
 from disttrain_cli.models.posterior import posterior_of
+from disttrain_cli.models.library_decoder import NoPipeline, library_decoder
 from disttrain_cli.models.projectors import FORMS, Joint
 from disttrain_cli.models.towers import ImageLayer
 from disttrain_cli.spec.families.folder import published_in
@@ -84,6 +86,24 @@ def _transformer(class_name: str, check: Any) -> Callable[..., tuple[Any, None]]
         return read_transformer(class_name, check, name, architecture, spec, fields), None
 
     return read
+
+
+def _read_decoder(
+    name: str, architecture: str, spec: ModuleSpec, fields: dict[str, Any]
+) -> tuple[Any, None]:
+    from transformers import CONFIG_MAPPING
+
+    config = read_transformer(
+        CONFIG_MAPPING[architecture], decoders.check_decoder, name, architecture, spec, fields
+    )
+    try:
+        library_decoder(config).check()
+    except NoPipeline as reason:
+        raise SpecError(
+            f"model.modules.{name}: {architecture} does not run as pipeline layers", str(reason),
+            "Choose another LLM.",
+        ) from None
+    return config, None
 
 
 def _tower_config(class_name: str, check: Any) -> Callable[..., tuple[Any, None]]:
@@ -320,16 +340,6 @@ _OWN: dict[str, Architecture] = {
         partial(_encoder, whisper.makers),
         _whisper_input,
     ),
-    **{
-        name: Architecture(
-            "llm",
-            "sequence",
-            f"transformers:{family.published}",
-            _transformer(family.config, decoders.check_decoder),
-            _decoder,
-        )
-        for name, family in decoders.FAMILIES.items()
-    },
     "unet2d_condition": Architecture(
         "generator",
         "target",
@@ -377,8 +387,31 @@ _OWN: dict[str, Architecture] = {
     ),
 }
 
-#: Architectures by the `model_type` of a `config.json`, including plugins.
-ARCHITECTURES = with_plugins("disttrain.architectures", _OWN)
+
+@cache
+def architectures() -> dict[str, Architecture]:
+    """Return all architectures by the `model_type` of a `config.json`, including plugins.
+
+    Decoders are all that transformers has with a head, and those inside its whole models.
+    """
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL,
+    )
+    from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES as BASE
+
+    published = {name: made for name, made in BASE.items() if name.endswith("_text")} | CAUSAL
+    entries = {
+        name: Architecture(
+            "llm",
+            "sequence",
+            f"transformers:{decoders.FAMILIES.get(name, Family(made)).published}",
+            _read_decoder,
+            _decoder,
+        )
+        for name, made in published.items()
+    }
+    return with_plugins("disttrain.architectures", {**_OWN, **entries})
+
 
 #: Alternative names in a `config.json`: the architecture, and the field of the whole model's
 #: configuration that holds its own.
@@ -403,7 +436,7 @@ def read_configs(run: Run) -> dict[str, ModuleConfig]:
     configs = {name: _read(run, name) for name in run.file.model.order}
     first: dict[Item, str] = {}
     for name, module in configs.items():
-        entry = ARCHITECTURES[module.architecture]
+        entry = architectures()[module.architecture]
         if first.setdefault(entry.item, name) != name and not entry.several:
             raise SpecError(
                 f"{first[entry.item]} and {name} are both {entry.item} {entry.kind}s",
@@ -418,7 +451,7 @@ def read_configs(run: Run) -> dict[str, ModuleConfig]:
             "Take buckets away, or all generators but one.",
         )
     llm = next(c for c in configs.values() if c.kind == "llm")
-    if llm.architecture in decoders.FAMILIES:
+    if hasattr(llm.config, "max_position_embeddings"):
         decoders.check_length(llm.name, llm.config, run.file.data.sequence_length)
     if run.file.data.tokenizer == "bytes" and llm.config.vocab_size < BYTE_TOKENS:
         allowed = f"at least {BYTE_TOKENS}, the ids of the tokenizer 'bytes'"
@@ -431,12 +464,12 @@ def _read(run: Run, name: str) -> ModuleConfig:
     architecture, fields = (
         (spec.architecture, {}) if spec.folder is None else _folder(run, name, spec.folder)
     )
-    if architecture not in ARCHITECTURES:
+    if architecture not in architectures():
         what = f"model.modules.{name}: unknown architecture {architecture!r}"
-        raise SpecError(what, "known: " + listed(str(architecture), list(ARCHITECTURES)))
-    entry = ARCHITECTURES[architecture]
+        raise SpecError(what, "known: " + listed(str(architecture), list(architectures())))
+    entry = architectures()[architecture]
     if entry.kind != spec.kind:
-        names = ", ".join(name for name, other in ARCHITECTURES.items() if other.kind == spec.kind)
+        names = ", ".join(name for name, other in architectures().items() if other.kind == spec.kind)
         raise SpecError(
             f"model.modules.{name}: {architecture} is of kind {entry.kind}, not {spec.kind}",
             f"architectures of kind {spec.kind}: {names}",
@@ -544,7 +577,7 @@ def _folder(run: Run, name: str, folder: str) -> tuple[str, dict[str, Any]]:
         )
         why = (
             "code of a model's folder is never run; known architectures:"
-            f" {', '.join(ARCHITECTURES)}"
+            f" {', '.join(architectures())}"
         )
         raise SpecError(
             what, why, "Remove auto_map from config.json if the model is exactly one of these."

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from disttrain_cli.models.layer import ADAPTER, PipelineLayer
 from disttrain_cli.models.lora import Lora, adapt, draw
@@ -17,13 +18,13 @@ from disttrain_cli.models.tensor_parallel import shard
 class LayerMaker:
     """Layer factory: constructs one layer and initialises its weights.
 
-    `std` is the standard deviation of normally drawn weights (biases zero, norms one), or None for
-    each class's own defaults. `drawn_as` names the layer whose initial weights are copied (the
+    `std` is the standard deviation of normally drawn weights (biases zero, norms one), None for each
+    class's own defaults, or a function that initialises the layer. `drawn_as` names the layer whose initial weights are copied (the
     embedding's, for a tied head), if not its own. `lora` are the adapters of its module, if any.
     """
 
     construct: Callable[[], PipelineLayer]
-    std: float | None
+    std: float | None | Callable[[nn.Module], None]
     drawn_as: str | None = None
     lora: Lora | None = None
 
@@ -52,13 +53,19 @@ class LayerMaker:
         """
         layer = self.on_meta() if tp_rank is not None else shard(self.on_meta(), tp=tp)
         if torch.device(device).type == "meta":
-            return layer.to(dtype)
-        assert not list(layer.buffers()), "a buffer's value would be lost on the meta device"
+            return layer.to(device="meta", dtype=dtype)
+        buffers = {name: buffer for name, buffer in layer.named_buffers()}
+        assert not any(buffer.is_meta for buffer in buffers.values()), "a buffer without a value"
         layer.to_empty(device="cpu")
+        for name, buffer in buffers.items():
+            layer.get_buffer(name).copy_(buffer)
         with torch.random.fork_rng(devices=[]):
             digest = hashlib.sha256(f"{seed}/{self.drawn_as or layer.name}".encode()).digest()
             torch.manual_seed(int.from_bytes(digest[:7], "big"))
-            _initialise(layer, self.std)
+            if callable(self.std):
+                self.std(layer)
+            else:
+                _initialise(layer, self.std)
         draw(layer, seed)
         if tp_rank is not None:
             shard(layer, tp=tp, rank=tp_rank)

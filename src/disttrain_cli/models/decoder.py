@@ -1,11 +1,12 @@
 """transformers' decoders as pipeline layers: embed, block × n, head with the text loss.
 
-Supported: Llama, Mistral, Qwen2, Qwen3, and the LLMs of Qwen2.5-VL and Qwen3-VL.
+A block is the library's own layer of any family (`library_decoder`), with arguments that the
+library's own model computes for it from the batch, once per stage (`Batch.cache`).
 
 Hidden rows are the M·L tokens of the microbatch, or a CP rank's local part of them. Attention is
 block-causal: a token sees the earlier tokens of its own sample only, the nearest ones if the block
-has a sliding window; padding sees padding, and its outputs are not used. Rotary factors are
-computed once per stage and batch, in `Batch.cache`; with M-RoPE from three positions per token.
+has a sliding window; padding sees padding, and its outputs are not used. With M-RoPE there are
+three positions per token.
 
 With `tie_word_embeddings` the head's weight is the embedding's: one tensor if both are on one
 stage, else two copies whose gradients are summed (`tying`).
@@ -13,8 +14,8 @@ stage, else two copies whose gradients are summed (`tying`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache, partial
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -22,42 +23,15 @@ from torch import Tensor, nn
 
 from disttrain_cli.models.attention import segments_of
 from disttrain_cli.models.building import LayerMaker
-from disttrain_cli.models.configs.decoders import DYNAMIC, FAMILIES
+from disttrain_cli.models.configs.decoders import head_width
 from disttrain_cli.models.context_parallel import assembled, own_part
 from disttrain_cli.models.cross_entropy import cross_entropy
 from disttrain_cli.models.division import Division
-from disttrain_cli.models.fused import (
-    RmsNorm,
-    gated_mlp,
-    rotated,
-    with_own_norms,
-    with_rows_added,
-)
-from disttrain_cli.models.host import to_device
+from disttrain_cli.models.fused import with_rows_added
 from disttrain_cli.models.layer import EMBEDS, LOSS_PREFIX, Batch, PipelineLayer, TensorSpec
 from disttrain_cli.models.levelling import runs_of
-from disttrain_cli.models.parallel import across, embed, gather, once, scatter, share
-
-
-def library(config: Any, part: str) -> Any:
-    """Return a class of the family's file in transformers: "DecoderLayer" or "RotaryEmbedding".
-
-    The file's `apply_rotary_pos_emb` is replaced by a fused one that the file's attention then
-    calls.
-    """
-    family = FAMILIES[config.model_type]
-    file: Any = import_module(f"transformers.models.{family.file}.modeling_{family.file}")
-    if not isinstance(file.apply_rotary_pos_emb, partial):
-        file.apply_rotary_pos_emb = partial(rotated, file.apply_rotary_pos_emb)
-    return getattr(file, family.prefix + part)
-
-
-def _rotary(config: Any, device: torch.device) -> Any:
-    with torch.device("cpu"):
-        made = library(config, "RotaryEmbedding")(config)
-    if config.rope_parameters["rope_type"] == DYNAMIC:
-        made.rope_type = "default"  # no longer samples (`check_length`)
-    return made._apply(partial(to_device, device=device))
+from disttrain_cli.models.library_decoder import Frame, Tail, library_decoder
+from disttrain_cli.models.parallel import across, embed, gather, once, scatter, share, split
 
 
 def ties(config: Any) -> bool:
@@ -102,13 +76,18 @@ class Embed(DecoderLayer):
             TensorSpec("hidden", "sequence", "tokens", (config.hidden_size,), split=True),
         )
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.published = {"embedding": "model.embed_tokens"}
+        library = library_decoder(config)
+        self.published = {"embedding": library.names["embedding"]}
+        self._scale, self._scales_input = library.embedding_scale, library.scales_input
+        self._frame = cache(partial(Frame, library, first_only=True))
 
     def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
         assert batch.token_ids is not None
         ids = batch.token_ids.flatten()
         table = self.embedding.weight
         hidden = self.embedding(ids) if self.first_id is None else embed(ids, table, self.first_id)
+        if self._scale != 1.0:
+            hidden = hidden * hidden.new_tensor(self._scale)
         for item in dict.fromkeys(name.partition(EMBEDS)[0] for name in self.reads):
             made = [
                 state[name]
@@ -130,19 +109,24 @@ class Embed(DecoderLayer):
             else:
                 of_rows = given.float() * shares[:, None]
                 hidden = hidden.float().index_add(0, rows, of_rows).to(hidden.dtype)
-        return {"hidden": scatter(hidden, self.group)}
+        hidden = scatter(hidden, self.group)
+        if self._scales_input:
+            assert batch.positions is not None
+            positions = split(batch.positions.flatten(-2).movedim(-1, 0), self.group)
+            hidden = self._frame(hidden.device).run(hidden[None], positions.movedim(0, -1)[..., None, :])[1][0]
+        return {"hidden": hidden}
 
 
 class Block(DecoderLayer):
-    """Decoder layer of the family."""
+    """Decoder layer of a family of transformers.
 
-    kind = "block"
+    Over a TP group its rows are divided; modules with sharded linears, and token mixers without,
+    receive all rows of the group (sequence parallelism).
+    """
+
     row_by_row = True
     reads: tuple[str, ...] = ("hidden",)
     needs: tuple[str, ...] = ("layout",)
-    division = Division(
-        column=("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), row=("o_proj", "down_proj")
-    )
 
     def __init__(self, module: str, number: int, config: Any) -> None:
         super().__init__()
@@ -150,47 +134,85 @@ class Block(DecoderLayer):
         self.writes = (
             TensorSpec("hidden", "sequence", "tokens", (config.hidden_size,), split=True),
         )
-        self.layer = with_own_norms(library(config, "DecoderLayer")(config, number))
-        attention = self.layer.self_attn
+        self._library, self._number = library_decoder(config), number
+        self.kind = self._library.kind(number)
+        self.layer = self._library.layer(number)
+        self.published = {"layer": self._library.layer_name(number)}
         self.exchanged = (
             config.num_attention_heads,
             config.num_key_value_heads,
-            int(attention.head_dim),
+            head_width(config),
         )
-        self.published = {"layer": f"model.layers.{number}"}
-        # Constructed when first used and never registered: a cast to bf16 would degrade its
-        # frequencies.
-        self._rotary = cache(partial(_rotary, config))
+        self.division, sharded = self._library.division(number)
+        for path in sharded:
+            self._wrap(path, self._sharded)
+        for path in {*self._library.mixers(number)} - {*sharded}:
+            self._wrap(path, self._replicated)
+        self._rows = 0
+        # never registered: a cast to bf16 would degrade its rotary frequencies
+        self._frame = cache(partial(Frame, self._library))
+
+    def _wrap(self, path: str, by: Callable[..., Any]) -> None:
+        part = self.layer.get_submodule(path)
+        whole = part.forward
+
+        def forward(*given: Any, **named: Any) -> Any:
+            if given:
+                return by(path, partial(whole, **named), *given)
+            rows = named.pop("hidden_states")
+            return by(path, partial(whole, **named), rows)
+
+        part.forward = forward  # type: ignore[assignment]
 
     def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
         assert batch.positions is not None
-        layer, shape, hidden = self.layer, batch.positions.shape[-2:], state["hidden"]
+        hidden, self._rows = state["hidden"], batch.positions.shape[-2:].numel()
+        positional, keywords = self._arguments(batch, hidden)
+        made = self.layer(hidden[None], *positional, **keywords)
+        return {"hidden": (made[0] if isinstance(made, tuple) else made)[0]}
+
+    def _arguments(self, batch: Batch, hidden_RD: Tensor) -> Any:
+        """Return the layer's arguments, computed for all layers of a stage at once."""
+        assert batch.positions is not None
+        calls = batch.cache.get(self.module)
+        if calls is None:
+            positions = batch.positions.flatten(-2)[..., None, :]
+            like = hidden_RD.new_zeros(()).expand(1, self._rows, hidden_RD.shape[-1])
+            with torch.no_grad():
+                calls = self._frame(hidden_RD.device).run(like, positions)[0]
+            batch.cache[self.module] = calls
         samples = segments_of(
-            batch.cache, "samples", lambda: batch.sample_lengths or [], hidden, self.cp
+            batch.cache, "samples", lambda: batch.sample_lengths or [], hidden_RD, self.cp
         )
-        rotary = self._rotary_factors(batch, hidden)
+        return self._library.with_segments(self._number, calls[self._number], samples)
 
-        def attend(normed_RD: Tensor) -> Tensor:
-            return layer.self_attn(
-                normed_RD.unflatten(0, shape), attention_mask=samples, position_embeddings=rotary
-            )[0]
+    def _sharded(self, path: str, forward: Callable[..., Any], rows: Tensor, *more: Any) -> Any:
+        """Run a module whose linears are sharded over the TP group: local rows in and out."""
+        others: tuple[Any, ...] | None = None
 
-        rows, feed = shape.numel(), partial(self.feed, state, batch)
-        hidden = hidden + across(attend, layer.input_layernorm(hidden), rows, self.group)
-        hidden = hidden + across(feed, layer.post_attention_layernorm(hidden), rows, self.group)
-        return {"hidden": hidden}
+        def partial_sums(rows_RD: Tensor) -> Tensor:
+            nonlocal others
+            made = forward(rows_RD.view(*(1,) * (rows.ndim - 2), *rows_RD.shape), *more)
+            if isinstance(made, tuple):
+                made, *others = made
+            return self.completed(path, made)
 
-    def feed(self, state: dict[str, Tensor], batch: Batch, normed_RD: Tensor) -> Tensor:
-        """Return the feed-forward's output."""
-        return gated_mlp(self.layer.mlp, normed_RD)
+        made = across(partial_sums, rows.flatten(0, -2), self._rows, self.group)
+        made = made.view(*rows.shape[:-1], made.shape[-1])
+        return made if others is None else (made, *others)
 
-    def _rotary_factors(self, batch: Batch, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines [M, L, head width]."""
-        if "cos" not in batch.cache:
-            batch.cache["cos"], batch.cache["sin"] = self._rotary(like.device)(
-                like, batch.positions
-            )
-        return batch.cache["cos"], batch.cache["sin"]
+    def _replicated(self, path: str, forward: Callable[..., Any], rows: Tensor, *more: Any) -> Any:
+        """Run a token mixer that is replicated: each rank keeps its local rows of the result."""
+        if self.group is None:
+            return forward(rows, *more)
+        made = forward(gather(rows.flatten(0, -2), self._rows, self.group)[None], *more)
+        if isinstance(made, tuple):
+            return split(made[0][0], self.group)[None], *made[1:]
+        return split(made[0], self.group)[None]
+
+    def completed(self, path: str, made: Tensor) -> Tensor:
+        """Return a sharded module's partial sums, with other tensors added to them."""
+        return made
 
 
 class DeepBlock(Block):
@@ -201,25 +223,29 @@ class DeepBlock(Block):
     complete: no additional message, but none overlapped with GEMMs.
     """
 
-    kind = "block.deepstack"
     row_by_row = False
     needs = ("layout", "rows")
 
     def __init__(self, module: str, number: int, config: Any, features: str) -> None:
         super().__init__(module, number, config)
+        self.kind = f"{self.kind}.deepstack"
         self.features, self.reads = features, ("hidden", features)
+        self._more: tuple[Tensor, Tensor] | None = None
 
-    def feed(self, state: dict[str, Tensor], batch: Batch, normed_RD: Tensor) -> Tensor:
-        """Return the feed-forward's output, with the features added to its images' rows."""
-        made, images, given = (
-            super().feed(state, batch, normed_RD),
-            batch.of("image"),
-            state.get(self.features),
-        )
-        if given is None or images.rows is None:
+    def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
+        images, given = batch.of("image"), state.get(self.features)
+        if given is not None and images.rows is not None:
+            self._more = own_part(images, given, self.group, self.cp)[:2]
+        try:
+            return super().compute(state, batch)
+        finally:
+            self._more = None
+
+    def completed(self, path: str, made: Tensor) -> Tensor:
+        """Return the feed-forward's partial sums, with the features added to its images' rows."""
+        if path != "mlp" or self._more is None:
             return made
-        rows, given, _ = own_part(images, given, self.group, self.cp)
-        return with_rows_added(made.flatten(0, -2), rows, given)
+        return with_rows_added(made.flatten(0, -2), *self._more)
 
 
 class Head(DecoderLayer):
@@ -241,9 +267,10 @@ class Head(DecoderLayer):
         self.needs = ("labels", "context") if feeds_generator else ("labels",)
         if feeds_generator:
             self.writes = (TensorSpec("context", "target", "tokens", (config.hidden_size,)),)
-        self.norm = RmsNorm(config.hidden_size, config.rms_norm_eps)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.published = {"norm": "model.norm", "lm_head": "lm_head"}
+        library = library_decoder(config)
+        self.norm, self.lm_head = library.norm(), library.head()
+        self.published = {"norm": library.names["norm"], "lm_head": library.names["head"]}
+        self._tail = cache(lambda: Tail(library, self.lm_head))
         if ties(config):
             self.tied = {"lm_head.weight": (f"{module}.embed", "embedding.weight")}
 
@@ -258,7 +285,7 @@ class Head(DecoderLayer):
             result["context"] = assembled(own, targets, self.cp)
         if batch.labels is not None:
             total = cross_entropy(
-                self.lm_head(hidden), batch.labels.flatten(), self.first_id or 0, self.group
+                self._logits(hidden), batch.labels.flatten(), self.first_id or 0, self.group
             )
             result[f"{LOSS_PREFIX}{self.loss}"] = once(
                 self.weight * total / batch.label_tokens, self.group
@@ -270,7 +297,11 @@ class Head(DecoderLayer):
 
         Requires an unsharded vocabulary.
         """
-        return self.lm_head(self.norm(hidden_RD)).float()
+        return self._logits(self.norm(hidden_RD)).float()
+
+    def _logits(self, normed_RD: Tensor) -> Tensor:
+        """Return logits, scaled and capped as the library's class does."""
+        return self._tail()(normed_RD)
 
 
 def makers(
@@ -287,20 +318,20 @@ def makers(
         reads: encoder outputs, read by its embedding.
         features: DeepStack features, read by its first blocks, one after each.
     """
-    std = config.initializer_range
+    initialise = library_decoder(config).initialise
     return [
-        LayerMaker(partial(Embed, module, config, reads), std),
+        LayerMaker(partial(Embed, module, config, reads), initialise),
         *(
-            LayerMaker(partial(DeepBlock, module, i, config, name), std)
+            LayerMaker(partial(DeepBlock, module, i, config, name), initialise)
             for i, name in enumerate(features)
         ),
         *(
-            LayerMaker(partial(Block, module, i, config), std)
+            LayerMaker(partial(Block, module, i, config), initialise)
             for i in range(len(features), config.num_hidden_layers)
         ),
         LayerMaker(
             partial(Head, module, config, loss_weight, feeds_generator),
-            std,
+            initialise,
             drawn_as=f"{module}.embed" if ties(config) else None,
         ),
     ]

@@ -16,14 +16,15 @@ import torch
 
 from disttrain_cli.errors import SpecError
 from disttrain_cli.models.architecture import Joined
-from disttrain_cli.models.architectures import ARCHITECTURES, read_configs
+from disttrain_cli.models.architectures import architectures, read_configs
 from disttrain_cli.models.building import LayerMaker
 from disttrain_cli.models.configs import ModuleConfig
 from disttrain_cli.models.configs.checks import wrong
-from disttrain_cli.models.configs.decoders import positions_of, windows_of
+from disttrain_cli.models.configs.decoders import positions_of
 from disttrain_cli.models.configs.videos import check_read
 from disttrain_cli.models.disk_cache import from_disk
 from disttrain_cli.models.layer import PipelineLayer, TensorSpec, embeds_name, features_name
+from disttrain_cli.models.library_decoder import library_decoder
 from disttrain_cli.models.lora import check_targets
 from disttrain_cli.spec.files import fingerprint
 from disttrain_cli.spec.heads import Head, ImageInput
@@ -82,7 +83,7 @@ def describe(run: Run) -> ModelInputs:
         llm=llm.name,
         vocabulary=llm.config.vocab_size,
         sequence_length=length,
-        windows=windows_of(llm.config, length),
+        windows=library_decoder(llm.config).windows(length),
         positions=positions_of(llm.config),
         heads=heads,
     )
@@ -238,7 +239,7 @@ def of_model(function: Function) -> Function:
 
 def _heads(run: Run, configs: Mapping[str, ModuleConfig]) -> dict[str, Head]:
     """Return the modality specs of encoders and generators, by module."""
-    entries = {name: ARCHITECTURES[module.architecture] for name, module in configs.items()}
+    entries = {name: architectures()[module.architecture] for name, module in configs.items()}
     return {
         name: entry.inputs(run, configs[name])
         for name, entry in entries.items()
@@ -251,7 +252,7 @@ def _make(
 ) -> list[LayerMaker]:
     model = run.file.model
     llm = next(config for config in configs.values() if config.kind == "llm")
-    items = {name: ARCHITECTURES[c.architecture].item for name, c in configs.items()}
+    items = {name: architectures()[c.architecture].item for name, c in configs.items()}
     positions = {
         name: [other for other in items if items[other] == item].index(name)
         for name, item in items.items()
@@ -278,7 +279,7 @@ def _make(
         )
         makers += [
             replace(maker, lora=module.lora)
-            for maker in ARCHITECTURES[module.architecture].make(joined)
+            for maker in architectures()[module.architecture].make(joined)
         ]
     return makers
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from disttrain_cli.errors import SpecError
-from disttrain_cli.models.architectures import ARCHITECTURES
+from disttrain_cli.models.architectures import architectures
 from disttrain_cli.spec.families.table import FAMILIES
 from disttrain_cli.spec.files import parse_json
 from disttrain_cli.spec.hub import fetch_weights
@@ -169,7 +169,7 @@ def published_class(architecture: str) -> Any:
     elif architecture in FAMILIES:
         path = FAMILIES[architecture].published
     else:
-        path = ARCHITECTURES[architecture].published
+        path = architectures()[architecture].published
     module, _, name = path.partition(":")
     return getattr(import_module(module), name)
 

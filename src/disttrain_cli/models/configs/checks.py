@@ -122,7 +122,7 @@ Check = Callable[[str, ModuleSpec, Any], None]
 
 
 def read_transformer(
-    class_name: str,
+    made: str | Any,
     check: Check,
     name: str,
     architecture: str,
@@ -131,7 +131,7 @@ def read_transformer(
 ) -> Any:
     """Return the checked configuration of a transformers class.
 
-    `fields` of a `config.json` are overridden by the run file's.
+    `made` is the class or its name. `fields` of a `config.json` are overridden by the run file's.
 
     Raises:
         SpecError: a field of the run file is unknown, or a value is wrong.
@@ -141,7 +141,7 @@ def read_transformer(
 
     from disttrain_cli.models.attention import packed
 
-    made = getattr(transformers, class_name)
+    made = getattr(transformers, made) if isinstance(made, str) else made
     known = {*inspect.get_annotations(made), *getattr(made, "attribute_map", {})}
     refuse_unknown(name, architecture, spec.config, known, "config")
     check_numbers(name, fields | spec.config)
@@ -173,5 +173,5 @@ def check_widths(
         raise wrong(
             name, width, getattr(config, width), f"a multiple of {heads} ({getattr(config, heads)})"
         )
-    if getattr(config, activation) not in ACT2FN:
+    if getattr(config, activation, "silu") not in ACT2FN:
         raise wrong(name, activation, getattr(config, activation), ", ".join(sorted(ACT2FN)))

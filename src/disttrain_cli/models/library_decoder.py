@@ -1,0 +1,511 @@
+"""A decoder family's own model in transformers, taken apart by its pipeline plan.
+
+The library's model is constructed once per configuration, with parameters on the meta device and
+buffers on the CPU. Its layers, embedding, final norm and head become pipeline layers (`decoder`)
+as copies of its submodules. Everything that its forward does around the layers is left to the
+library: a `Frame`, the model without its layers' weights, runs the library's own forward with a
+recorder in the place of every layer. It yields each layer's arguments (rotary factors, positions),
+what precedes the first layer (embedding multipliers), and what follows the head (logit scales, soft
+caps).
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import inspect
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache, cached_property, lru_cache, partial
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from disttrain_cli.models.attention import Segments
+from disttrain_cli.models.configs.decoders import DYNAMIC, published_class_of
+from disttrain_cli.models.division import Division
+from disttrain_cli.models.fused import RmsNorm, gated_mlp, rotated
+from disttrain_cli.models.host import to_device
+
+#: Configurations whose models stay constructed per process.
+MOST = 16
+#: Parameters of a module's forward by which a token mixer is recognised: its rows depend on others.
+_MIXING = {"attention_mask", "position_embeddings", "past_key_values", "cache_params"}
+#: Rules of a TP plan under which a module's sublayers are sharded here.
+_SHARDED = {"colwise": "column", "rowwise": "row", "replicated_with_grad_allreduce": "per_head"}
+
+
+class Arguments(NamedTuple):
+    """Arguments of a library's layer in addition to its hidden states."""
+
+    positional: tuple[Any, ...]
+    keywords: dict[str, Any]
+
+
+class NoPipeline(Exception):
+    """A model cannot be taken apart into pipeline layers; the message is the reason."""
+
+
+@lru_cache(maxsize=MOST)
+def _decoder(made: type, fields: str) -> LibraryDecoder:
+    return LibraryDecoder(made.from_dict(_parsed(fields)))  # type: ignore[attr-defined]
+
+
+def library_decoder(config: Any) -> LibraryDecoder:
+    """Return the library's model of a configuration, constructed once per process.
+
+    Raises:
+        NoPipeline: it cannot be taken apart.
+    """
+    return _decoder(type(config), config.to_json_string(use_diff=False))
+
+
+def _parsed(fields: str) -> dict[str, Any]:
+    import json
+
+    parsed: dict[str, Any] = json.loads(fields)
+    return parsed
+
+
+class LibraryDecoder:
+    """Parts of a decoder family's own model, by their names in its class.
+
+    Attributes:
+        model: the class with the head, or the base model if the family has none.
+        base: the base model.
+        layers: its decoder layers.
+    """
+
+    def __init__(self, config: Any) -> None:
+        from disttrain_cli.models.attention import packed
+
+        self.config = packed(config)
+        made = published_class_of(type(config))
+        with _empty_weights():
+            self.model = made(self.config)
+        for part in self.model.modules():
+            for name, parameter in part.named_parameters(recurse=False):
+                setattr(part, name, nn.Parameter(parameter.detach().to("meta")))
+        self.base = self.model.base_model
+        self.has_head = self.base is not self.model
+        plan = list(getattr(config, "base_model_pp_plan", None) or ("embed_tokens", "layers", "norm"))
+        names = [plan[0], "layers", plan[-1]]
+        for name in names:
+            if not isinstance(getattr(self.base, name, None), nn.Module):
+                raise NoPipeline(f"{type(self.base).__name__} has no {name}")
+        self._embedding, self._layers, self._norm = names
+        self.layers: Sequence[nn.Module] = getattr(self.base, self._layers)
+
+    def check(self) -> None:
+        """Raise NoPipeline if the model's layers cannot run one by one."""
+        assert self._kinds
+        _ = self.embedding_scale
+        try:
+            _ = self._trial
+        except (RuntimeError, ValueError, TypeError, AttributeError, LookupError) as error:
+            raise NoPipeline(" ".join(str(error).split())) from None
+
+    @cached_property
+    def prefix(self) -> str:
+        """Prefix of the base model's names in the class with the head."""
+        return f"{self.model.base_model_prefix or 'model'}."
+
+    @property
+    def names(self) -> dict[str, str]:
+        """Names of embedding, norm and head in the class with the head."""
+        return {
+            "embedding": self.prefix + self._embedding,
+            "norm": self.prefix + self._norm,
+            "head": self._head,
+        }
+
+    @cached_property
+    def _head(self) -> str:
+        head = self.model.get_output_embeddings() if self.has_head else None
+        return next((n for n, part in self.model.named_modules() if part is head), "lm_head")
+
+    def layer_name(self, number: int) -> str:
+        """Return a layer's name in the class with the head."""
+        return f"{self.prefix}{self._layers}.{number}"
+
+    def layer(self, number: int) -> nn.Module:
+        """Return a copy of a layer, with our kernels where they compute the same."""
+        return with_own_kernels(copy.deepcopy(self.layers[number]))
+
+    def norm(self) -> nn.Module:
+        """Return a copy of the final norm."""
+        return with_own_kernels(nn.ModuleList([copy.deepcopy(getattr(self.base, self._norm))]))[0]
+
+    def head(self) -> nn.Linear:
+        """Return the linear that outputs logits."""
+        if not self.has_head:
+            with torch.device("meta"):
+                return nn.Linear(self.config.hidden_size, self.config.vocab_size, bias=False)
+        return copy.deepcopy(self.model.get_output_embeddings())
+
+    @cached_property
+    def embedding_scale(self) -> float:
+        """Factor of the embedding module itself, for tokens' rows only."""
+        embedding = getattr(self.base, self._embedding)
+        if type(embedding) is nn.Embedding:
+            return 1.0
+        if not isinstance(embedding, nn.Embedding) or not hasattr(embedding, "embed_scale"):
+            raise NoPipeline(f"its embedding {type(embedding).__name__} is of an unknown kind")
+        return float(embedding.embed_scale)
+
+    def initialise(self, layer: nn.Module) -> None:
+        """Initialise the weights of a pipeline layer as the library initialises its own."""
+        for part in layer.modules():
+            if isinstance(part, RmsNorm):
+                nn.init.ones_(part.weight)
+            else:
+                self.model._init_weights(part)
+
+    @cached_property
+    def _kinds(self) -> list[str]:
+        """Kind of each layer: equal for layers of equal structure."""
+        seen: dict[tuple[Any, ...], str] = {}
+        kinds: list[str] = []
+        types = getattr(self.config, "layer_types", None) or []
+        for number, layer in enumerate(self.layers):
+            structure = tuple((n, type(p).__name__) for n, p in layer.named_modules()) + tuple(
+                (name, tuple(p.shape)) for name, p in layer.named_parameters()
+            )
+            if structure not in seen:
+                kind = "block" if not seen else f"block.{types[number] if types else number}"
+                seen[structure] = kind if kind not in kinds else f"{kind}.{number}"
+            kinds.append(seen[structure])
+        return kinds
+
+    def kind(self, number: int) -> str:
+        """Return the cost kind of a layer."""
+        return self._kinds[number]
+
+    def windows(self, longest: int) -> list[int]:
+        """Return each layer's attention window in tokens, for samples of at most `longest`.
+
+        Empty if no layer has a window that limits attention.
+        """
+        window = min(getattr(self.config, "sliding_window", None) or longest, longest)
+        types = getattr(self.config, "layer_types", None)
+        limited = (
+            "sliding" in types[number]
+            if types
+            else any("sliding_window" in _source(type(part)) for part in self.layers[number].modules())
+            for number in range(len(self.layers))
+        )
+        windows = [window if one else longest for one in limited]
+        return windows if min(windows) < longest else []
+
+    def mixers(self, number: int) -> list[str]:
+        """Return the paths of a layer's token mixers: children whose rows depend on other rows."""
+        return [
+            name
+            for name, part in self.layers[number].named_children()
+            if _MIXING & inspect.signature(part.forward).parameters.keys()
+        ]
+
+    def division(self, number: int) -> tuple[Division, list[str]]:
+        """Return how a layer is sharded over a TP group, and the modules whose linears are sharded.
+
+        The rules are those of the library's plan (`base_model_tp_plan`). A module is sharded if all
+        of its own rules are column- and row-parallel; others are replicated.
+        """
+        prefix, rules = f"{self._layers}.*.", dict[str, dict[str, str]]()
+        layer = self.layers[number]
+        for pattern, rule in (getattr(self.config, "base_model_tp_plan", None) or {}).items():
+            path = pattern.removeprefix(prefix)
+            owner, _, name = path.rpartition(".")
+            if pattern.startswith(prefix) and owner and _part(layer, owner, name) is not None:
+                rules.setdefault(owner, {})[name] = rule
+        fields: dict[str, list[str]] = {field: [] for field in _SHARDED.values()}
+        owners = []
+        for owner, own in rules.items():
+            if set(own.values()) <= _SHARDED.keys() and {"colwise", "rowwise"} <= set(own.values()):
+                owners.append(owner)
+                for name, rule in own.items():
+                    fields[_SHARDED[rule]].append(f"{owner}.{name}")
+        return Division(**{field: tuple(paths) for field, paths in fields.items()}), owners
+
+    @cached_property
+    def returns_tuple(self) -> bool:
+        """True if a layer returns a tuple whose first entry is the hidden states."""
+        return self._trial[0]
+
+    @cached_property
+    def scales_input(self) -> bool:
+        """True if the base model changes its input embeddings before the first layer."""
+        return self._trial[1]
+
+    @cached_property
+    def _trial(self) -> tuple[bool, bool]:
+        """Run one layer of each kind on the meta device.
+
+        Raises:
+            NoPipeline: a layer needs more than its hidden states and functions of the batch.
+        """
+        rows = 4
+        frame = Frame(self, torch.device("meta"), first_only=True)
+        given = torch.empty(1, rows, self.config.hidden_size, device="meta", requires_grad=True)
+        positions = torch.empty(1, rows, dtype=torch.int64, device="meta")
+        segments = Segments([rows], torch.device("meta"))
+        calls, before = frame.run(given, positions)
+        tuples = isinstance(self._tried(0, calls[0], given, segments), tuple)
+        calls, _ = Frame(self, torch.device("meta"), tuples=tuples).run(given, positions)
+        for number in {kind: at for at, kind in reversed(list(enumerate(self._kinds)))}.values():
+            self._tried(number, calls[number], given, segments)
+        return tuples, before is not given
+
+    def _tried(self, number: int, given: Arguments, hidden: Tensor, segments: Segments) -> Any:
+        if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(given)):
+            raise NoPipeline("its layers read tensors that other weights compute")
+        given = self.with_segments(number, given, segments)
+        layer = copy.deepcopy(self.layers[number]).to("meta")
+        return layer(hidden.detach(), *given.positional, **given.keywords)
+
+    def with_segments(self, number: int, given: Arguments, segments: Any) -> Arguments:
+        """Return a layer's arguments with the segments of attention as its mask."""
+        accepted = inspect.signature(self.layers[number].forward).parameters
+        if "attention_mask" not in accepted:
+            if not any(p.kind is p.VAR_KEYWORD for p in accepted.values()):
+                raise NoPipeline("its layers take no attention_mask")
+        names = [name for name in accepted if name != "hidden_states"]
+        at = names.index("attention_mask") if "attention_mask" in names else len(names)
+        if at < len(given.positional):
+            return given._replace(
+                positional=(*given.positional[:at], segments, *given.positional[at + 1 :])
+            )
+        return given._replace(keywords={**given.keywords, "attention_mask": segments})
+
+
+def _part(layer: nn.Module, owner: str, name: str) -> nn.Linear | None:
+    try:
+        part = layer.get_submodule(f"{owner}.{name}")
+    except AttributeError:
+        return None
+    return part if isinstance(part, nn.Module) else None
+
+
+class _Recorder(nn.Module):
+    """Stand-in for a decoder layer that records its arguments and returns its input."""
+
+    def __init__(self, layer: nn.Module, frame: Frame) -> None:
+        super().__init__()
+        self.__dict__["_of"], self.__dict__["_frame"] = layer, frame
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["_of"], name)
+
+    def forward(self, *given: Any, **named: Any) -> Any:
+        return self.__dict__["_frame"].record(given, named)
+
+
+class _Recorded(Exception):
+    """All layers' arguments are recorded; what follows the layers need not run."""
+
+
+class Frame:
+    """The library's base model around its layers, on a device.
+
+    Args:
+        tuples: the layers return tuples; None: found out by a trial.
+        first_only: stop at the first layer.
+    """
+
+    def __init__(
+        self,
+        decoder: LibraryDecoder,
+        device: torch.device,
+        *,
+        tuples: bool | None = None,
+        first_only: bool = False,
+    ) -> None:
+        self._calls: list[Arguments] = []
+        self._entry: Tensor | None = None
+        self._first_only = first_only
+        self._tuples = (not first_only and decoder.returns_tuple) if tuples is None else tuples
+        self._count = len(decoder.layers)
+        base = decoder.base
+        children = {name: part for name, part in base.named_children()}
+        self._base = copy.copy(base)
+        self._base.__dict__["_modules"] = dict(children)
+        self._base.__dict__["_hooks"] = {}
+        for name, part in children.items():
+            if name == decoder._layers:
+                stand_ins = nn.ModuleList(_Recorder(layer, self) for layer in decoder.layers)
+                self._base._modules[name] = stand_ins
+            elif name in (decoder._embedding, decoder._norm):
+                self._base._modules[name] = nn.Identity()
+            else:
+                self._base._modules[name] = _on(device, copy.deepcopy(part))
+
+    def record(self, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Record a layer's call; return its hidden states as the layer would."""
+        named = dict(named)
+        hidden = named.pop("hidden_states") if "hidden_states" in named else given[0]
+        rest = given if not given or given[0] is not hidden else given[1:]
+        if self._entry is None:
+            self._entry = hidden
+        self._calls.append(Arguments(rest, named))
+        if self._first_only or len(self._calls) == self._count:
+            raise _Recorded
+        return (hidden,) if self._tuples else hidden
+
+    def run(self, embeds_NLD: Tensor, positions_NL: Tensor) -> tuple[list[Arguments], Tensor]:
+        """Return each layer's arguments, and the first layer's input.
+
+        Args:
+            positions_NL: [N, L], or [3, N, L] with M-RoPE.
+        """
+        self._calls, self._entry = [], None
+        try:
+            self._base(
+                inputs_embeds=embeds_NLD, position_ids=positions_NL, use_cache=False
+            )
+        except _Recorded:
+            pass
+        assert self._entry is not None
+        calls, entry = self._calls, self._entry
+        self._calls, self._entry = [], None
+        return calls, entry
+
+
+class Tail:
+    """What the library's class does with its final norm's output: head, logit scale, soft cap."""
+
+    def __init__(self, decoder: LibraryDecoder, head: nn.Module) -> None:
+        self._head, self._model = head, None
+        if decoder.has_head:
+            self._model = copy.copy(decoder.model)
+            self._model.__dict__["_modules"] = dict(decoder.model._modules)
+            base = decoder.model.base_model_prefix
+            self._model._modules[base] = self._base = _Given()
+            self._model._modules[decoder.names["head"]] = head
+
+    def __call__(self, normed_RD: Tensor) -> Tensor:
+        """Return logits [R, V], or those of a vocabulary shard."""
+        if self._model is None:
+            return self._head(normed_RD)
+        self._base.rows = normed_RD[None]
+        try:
+            logits: Tensor = self._model(inputs_embeds=self._base.rows, use_cache=False).logits
+        finally:
+            self._base.rows = None
+        return logits[0]
+
+
+class _Given(nn.Module):
+    """Stand-in for a base model that returns given hidden states."""
+
+    rows: Tensor | None = None
+
+    def forward(self, **_: Any) -> Any:
+        from transformers.modeling_outputs import BaseModelOutputWithPast
+
+        return BaseModelOutputWithPast(last_hidden_state=self.rows)
+
+
+def _on(device: torch.device, part: nn.Module) -> nn.Module:
+    """Move a part's buffers to a device; rotary frequencies depend on no sample's length.
+
+    Samples longer than a "dynamic" rotary embedding's original length are refused
+    (`configs.decoders.check_length`).
+    """
+    for module in part.modules():
+        kinds = getattr(module, "rope_type", None)
+        if kinds == DYNAMIC:
+            module.rope_type = "default"  # type: ignore[assignment]
+        elif isinstance(kinds, dict):
+            module.rope_type = {  # type: ignore[assignment]
+                name: "default" if kind == DYNAMIC else kind for name, kind in kinds.items()
+            }
+    part._apply(partial(to_device, device=device))
+    return part
+
+
+class _EmptyOnMeta(TorchFunctionMode):
+    """Mode under which uninitialised tensors, those of weights, are on the meta device."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.empty and kwargs.get("device") is None:
+            kwargs = {**kwargs, "device": "meta"}
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def _empty_weights() -> Iterator[None]:
+    from transformers.initialization import no_init_weights
+
+    with no_init_weights(), torch.device("cpu"), _EmptyOnMeta():
+        yield
+
+
+def with_own_kernels(layer: nn.Module) -> nn.Module:
+    """Use our kernels in a library's layer where its code is that of Llama; return the layer."""
+    gated, norm, rotary = _of_llama()
+    for path, part in list(layer.named_modules()):
+        code, file = body_of(type(part).forward), import_module(type(part).__module__)
+        if code == gated:
+            part.__class__ = _gated_class(type(part))
+        elif code == norm:
+            weight: Any = part.weight
+            own = RmsNorm(len(weight), float(part.variance_epsilon))  # type: ignore[arg-type]
+            layer.set_submodule(path, own.to(weight.device))
+        function = getattr(file, "apply_rotary_pos_emb", None)
+        if inspect.isfunction(function) and body_of(function) == rotary:
+            file.apply_rotary_pos_emb = partial(rotated, function)  # type: ignore[attr-defined]
+    return layer
+
+
+@cache
+def _of_llama() -> tuple[str, str, str]:
+    """Return the code of Llama's gated feed-forward, RMSNorm and rotary positions."""
+    from transformers.models.llama import modeling_llama as llama
+
+    rotary = llama.apply_rotary_pos_emb
+    rotary = rotary.args[0] if isinstance(rotary, partial) else rotary
+    return (
+        body_of(llama.LlamaMLP.forward),
+        body_of(llama.LlamaRMSNorm.forward),
+        body_of(rotary),
+    )
+
+
+@cache
+def _gated_class(made: type[nn.Module]) -> type[nn.Module]:
+    return type(made.__name__, (made,), {"forward": gated_mlp})
+
+
+@cache
+def body_of(function: Callable[..., Any]) -> str:
+    """Return the source of a function without annotations, decorators and docstring."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function))))
+    except (OSError, TypeError, SyntaxError):
+        return ""
+    made = tree.body[0]
+    if not isinstance(made, ast.FunctionDef):
+        return ""
+    body = made.body
+    if isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):
+        body = body[1:]
+    return "\n".join(ast.unparse(statement) for statement in body)
+
+
+@cache
+def _source(made: type) -> str:
+    try:
+        return inspect.getsource(made)
+    except (OSError, TypeError):
+        return ""
