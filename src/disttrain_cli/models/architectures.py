@@ -37,6 +37,7 @@ from disttrain_cli.models.configs import decoders, encoders
 from disttrain_cli.models.configs.buckets import read_buckets
 from disttrain_cli.models.configs.decoders import Family
 from disttrain_cli.models.configs.checks import (
+    MISTAKES,
     ModuleConfig,
     read_transformer,
     wrong,
@@ -98,10 +99,12 @@ def _read_decoder(
     )
     try:
         library_decoder(config).check()
-    except NoPipeline as reason:
+    except (NoPipeline, *MISTAKES) as error:
+        reason = str(error) if isinstance(error, NoPipeline) else f"its classes fail: {error!r}"
         raise SpecError(
-            f"model.modules.{name}: {architecture} does not run as pipeline layers", str(reason),
-            "Choose another LLM.",
+            f"model.modules.{name}: this {architecture} does not run as pipeline layers",
+            " ".join(reason.split()),
+            "Correct its configuration; else it is of a kind that is not supported.",
         ) from None
     return config, None
 
@@ -469,7 +472,9 @@ def _read(run: Run, name: str) -> ModuleConfig:
         raise SpecError(what, "known: " + listed(str(architecture), list(architectures())))
     entry = architectures()[architecture]
     if entry.kind != spec.kind:
-        names = ", ".join(name for name, other in architectures().items() if other.kind == spec.kind)
+        names = ", ".join(
+            name for name, other in architectures().items() if other.kind == spec.kind
+        )
         raise SpecError(
             f"model.modules.{name}: {architecture} is of kind {entry.kind}, not {spec.kind}",
             f"architectures of kind {spec.kind}: {names}",

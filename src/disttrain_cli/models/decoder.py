@@ -23,7 +23,6 @@ from torch import Tensor, nn
 
 from disttrain_cli.models.attention import segments_of
 from disttrain_cli.models.building import LayerMaker
-from disttrain_cli.models.configs.decoders import head_width
 from disttrain_cli.models.context_parallel import assembled, own_part
 from disttrain_cli.models.cross_entropy import cross_entropy
 from disttrain_cli.models.division import Division
@@ -113,7 +112,9 @@ class Embed(DecoderLayer):
         if self._scales_input:
             assert batch.positions is not None
             positions = split(batch.positions.flatten(-2).movedim(-1, 0), self.group)
-            hidden = self._frame(hidden.device).run(hidden[None], positions.movedim(0, -1)[..., None, :])[1][0]
+            hidden = self._frame(hidden.device).run(
+                hidden[None], positions.movedim(0, -1)[..., None, :]
+            )[1][0]
         return {"hidden": hidden}
 
 
@@ -138,11 +139,7 @@ class Block(DecoderLayer):
         self.kind = self._library.kind(number)
         self.layer = self._library.layer(number)
         self.published = {"layer": self._library.layer_name(number)}
-        self.exchanged = (
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            head_width(config),
-        )
+        self.exchanged = self._library.heads(number)
         self.division, sharded = self._library.division(number)
         for path in sharded:
             self._wrap(path, self._sharded)

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from disttrain_cli.models import experts
 from disttrain_cli.models.attention import Segments
 from disttrain_cli.models.configs.decoders import DYNAMIC, published_class_of
 from disttrain_cli.models.division import Division
@@ -85,15 +86,19 @@ class LibraryDecoder:
         from disttrain_cli.models.attention import packed
 
         self.config = packed(config)
+        experts.prepare()
         made = published_class_of(type(config))
         with _empty_weights():
             self.model = made(self.config)
         for part in self.model.modules():
-            for name, parameter in part.named_parameters(recurse=False):
+            for name, parameter in list(part.named_parameters(recurse=False)):
                 setattr(part, name, nn.Parameter(parameter.detach().to("meta")))
+            _name_constants(part)
         self.base = self.model.base_model
         self.has_head = self.base is not self.model
-        plan = list(getattr(config, "base_model_pp_plan", None) or ("embed_tokens", "layers", "norm"))
+        plan = list(
+            getattr(config, "base_model_pp_plan", None) or ("embed_tokens", "layers", "norm")
+        )
         names = [plan[0], "layers", plan[-1]]
         for name in names:
             if not isinstance(getattr(self.base, name, None), nn.Module):
@@ -103,12 +108,14 @@ class LibraryDecoder:
 
     def check(self) -> None:
         """Raise NoPipeline if the model's layers cannot run one by one."""
+        if not getattr(self.config, "is_causal", True) or any(
+            getattr(part, "is_causal", True) is False
+            for layer in self.layers
+            for part in layer.modules()
+        ):
+            raise NoPipeline("its attention is not causal")
         assert self._kinds
-        _ = self.embedding_scale
-        try:
-            _ = self._trial
-        except (RuntimeError, ValueError, TypeError, AttributeError, LookupError) as error:
-            raise NoPipeline(" ".join(str(error).split())) from None
+        _ = self.embedding_scale, self._trial
 
     @cached_property
     def prefix(self) -> str:
@@ -196,11 +203,26 @@ class LibraryDecoder:
         limited = (
             "sliding" in types[number]
             if types
-            else any("sliding_window" in _source(type(part)) for part in self.layers[number].modules())
+            else any(
+                "sliding_window" in _source(type(part)) for part in self.layers[number].modules()
+            )
             for number in range(len(self.layers))
         )
         windows = [window if one else longest for one in limited]
         return windows if min(windows) < longest else []
+
+    def heads(self, number: int) -> tuple[int, int, int] | None:
+        """Return a layer's heads of queries, of keys and values, and their width.
+
+        None if its attention states none, as with latent keys and values.
+        """
+        for part in self.layers[number].modules():
+            width, groups = getattr(part, "head_dim", 0), getattr(part, "num_key_value_groups", 0)
+            keys: Any = getattr(part, "k_proj", None)
+            if isinstance(width, int) and isinstance(keys, nn.Linear) and width and groups:
+                each = keys.out_features // width
+                return each * groups, each, width
+        return None
 
     def mixers(self, number: int) -> list[str]:
         """Return the paths of a layer's token mixers: children whose rows depend on other rows."""
@@ -291,6 +313,15 @@ def _part(layer: nn.Module, owner: str, name: str) -> nn.Linear | None:
     return part if isinstance(part, nn.Module) else None
 
 
+def _name_constants(part: nn.Module) -> None:
+    """Make a module's stored buffers parameters without gradients, which are loaded and saved."""
+    for name, buffer in list(part.named_buffers(recurse=False)):
+        if name not in part._non_persistent_buffers_set:
+            delattr(part, name)
+            part.register_parameter(name, nn.Parameter(buffer.to("meta"), requires_grad=False))
+            part.__dict__.setdefault("constants", set()).add(name)
+
+
 class _Recorder(nn.Module):
     """Stand-in for a decoder layer that records its arguments and returns its input."""
 
@@ -345,7 +376,8 @@ class Frame:
             elif name in (decoder._embedding, decoder._norm):
                 self._base._modules[name] = nn.Identity()
             else:
-                self._base._modules[name] = _on(device, copy.deepcopy(part))
+                weightless = next(part.parameters(), None) is None
+                self._base._modules[name] = _on(device, copy.deepcopy(part)) if weightless else part
 
     def record(self, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Record a layer's call; return its hidden states as the layer would."""
@@ -367,9 +399,7 @@ class Frame:
         """
         self._calls, self._entry = [], None
         try:
-            self._base(
-                inputs_embeds=embeds_NLD, position_ids=positions_NL, use_cache=False
-            )
+            self._base(inputs_embeds=embeds_NLD, position_ids=positions_NL, use_cache=False)
         except _Recorded:
             pass
         assert self._entry is not None
@@ -403,14 +433,23 @@ class Tail:
 
 
 class _Given(nn.Module):
-    """Stand-in for a base model that returns given hidden states."""
+    """Stand-in for a base model that returns given hidden states, and nothing else."""
 
     rows: Tensor | None = None
 
-    def forward(self, **_: Any) -> Any:
-        from transformers.modeling_outputs import BaseModelOutputWithPast
+    def forward(self, *_: Any, **__: Any) -> Any:
+        return _output()(last_hidden_state=self.rows)
 
-        return BaseModelOutputWithPast(last_hidden_state=self.rows)
+
+@cache
+def _output() -> Any:
+    from transformers.modeling_outputs import BaseModelOutputWithPast
+
+    class Output(BaseModelOutputWithPast):  # type: ignore[misc]
+        def __getattr__(self, name: str) -> None:
+            return None
+
+    return Output
 
 
 def _on(device: torch.device, part: nn.Module) -> nn.Module:

@@ -115,7 +115,14 @@ def check_dropout(name: str, field: str, value: float) -> None:
 
 
 #: Exceptions of the libraries' classes for unsupported values.
-MISTAKES = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError)
+MISTAKES = (
+    ValueError,
+    TypeError,
+    LookupError,
+    ArithmeticError,
+    AttributeError,
+    RuntimeError,
+)
 
 #: Check of a transformers configuration; raises SpecError.
 Check = Callable[[str, ModuleSpec, Any], None]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any, NamedTuple
 
-from disttrain_cli.models.configs.checks import check_widths, refuse_dropout, wrong
+from disttrain_cli.models.configs.checks import refuse_dropout, wrong
 from disttrain_cli.spec.inputs import Positions
 from disttrain_cli.spec.runfile.model import ModuleSpec
 
@@ -41,20 +41,23 @@ _BY_LONGEST = ("longrope",)
 DYNAMIC = "dynamic"
 #: Attention with a window, in `layer_types`.
 SLIDING = "sliding_attention"
-_SIZES = ("hidden_size", "num_attention_heads", "hidden_act")
+#: Fields that count something.
 _COUNTS = (
+    "hidden_size",
+    "num_attention_heads",
     "num_hidden_layers",
     "intermediate_size",
     "num_key_value_heads",
     "vocab_size",
     "head_dim",
 )
+#: Fields of dropout probabilities.
 _DROPOUT = re.compile("^(?!classifier).*(dropout|pdrop|layerdrop)")
 
 
 def head_width(config: Any) -> int:
     """Return the width of an attention head: `head_dim`, or the hidden size over the heads."""
-    given = getattr(config, "head_dim", None)
+    given = number_of(config, "head_dim")
     return int(given or config.hidden_size // config.num_attention_heads)
 
 
@@ -65,19 +68,28 @@ def positions_of(config: Any) -> Positions:
 
 
 def check_decoder(name: str, spec: ModuleSpec, config: Any) -> None:
-    """Raise SpecError unless the configuration of a decoder is supported."""
+    """Raise SpecError unless the configuration of a decoder is supported.
+
+    Sizes that only its classes can judge are tried by `library_decoder`.
+    """
+    from transformers.activations import ACT2FN
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    own_head_width = getattr(config, "head_dim", None) is not None
-    check_widths(
-        name,
-        config,
-        *_SIZES,
-        *(field for field in _COUNTS if getattr(config, field, None) is not None),
-        heads_divide_width=not own_head_width,
-    )
+    heads, groups = (number_of(config, f"num_{one}_heads") for one in ("attention", "key_value"))
+    for field in _COUNTS:
+        if (value := number_of(config, field)) is not None and value < 1:
+            raise wrong(name, field, value, "1 or more")
+    activation = getattr(config, "hidden_act", None)
+    if isinstance(activation, str) and activation not in ACT2FN:
+        raise wrong(name, "hidden_act", activation, ", ".join(sorted(ACT2FN)))
+    own_head_width = number_of(config, "head_dim")
+    if own_head_width is None and heads and config.hidden_size % heads:
+        raise wrong(
+            name, "hidden_size", config.hidden_size, f"a multiple of num_attention_heads ({heads})"
+        )
     for field in (one for one in vars(config) if _DROPOUT.search(one)):
-        refuse_dropout(name, field, getattr(config, field))
+        if isinstance(value := getattr(config, field), (int, float)):
+            refuse_dropout(name, field, value)
     fixed = ("default", *(kind for kind in ROPE_INIT_FUNCTIONS if kind not in _BY_LONGEST))
     for rope in rope_types(config):
         if rope not in fixed:
@@ -88,25 +100,35 @@ def check_decoder(name: str, spec: ModuleSpec, config: Any) -> None:
                 rope,
                 ", ".join(fixed) + (why if rope in _BY_LONGEST else ""),
             )
-    groups = getattr(config, "num_key_value_heads", None)
-    if groups is not None and config.num_attention_heads % groups:
+    if heads and groups and heads % groups:
         raise wrong(
             name,
             "num_key_value_heads",
             groups,
-            f"a divisor of num_attention_heads ({config.num_attention_heads})",
+            f"a divisor of num_attention_heads ({heads})",
         )
-    if own_head_width and (head_width(config) < 2 or head_width(config) % 2):
-        raise wrong(name, "head_dim", head_width(config), "even, for rotary positions")
+    if own_head_width is not None and (own_head_width < 2 or own_head_width % 2):
+        raise wrong(name, "head_dim", own_head_width, "even, for rotary positions")
     if positions_of(config) == "mrope":
         _check_sections(name, config)
-    window, types = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+    if getattr(config, "use_sliding_window", True) is False:
+        return
+    window, types = number_of(config, "sliding_window"), getattr(config, "layer_types", None)
     if window is not None and window < 1:
         raise wrong(name, "sliding_window", window, "1 or more, or nothing")
     if window is None and SLIDING in (types or ()):
         raise wrong(
             name, "sliding_window", None, f"a number of tokens: layer_types holds {SLIDING}"
         )
+
+
+def number_of(config: Any, field: str) -> int | None:
+    """Return a field that is one whole number for all layers; None if it is not."""
+    try:
+        value = getattr(config, field, None)
+    except (AttributeError, RuntimeError):  # a field of single layers
+        return None
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def rope_types(config: Any) -> list[str]:
