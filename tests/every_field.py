@@ -18,7 +18,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from disttrain_cli.models.architectures import ARCHITECTURES
+from disttrain_cli.models.architectures import architectures
 from disttrain_cli.models.configs.noise import FLOWS as FLOW_MODELS
 from disttrain_cli.spec.runfile import RunFile
 from disttrain_cli.spec.runfile.model import NoiseSpec
@@ -288,7 +288,7 @@ def draw_module(draw: random.Random, kind: str) -> dict[str, Any]:
         "pretrained": draw.random() < 0.5,
     }
     if kind == "encoder":
-        module |= {"projector": draw.choice(ARCHITECTURES[architecture].projectors)}
+        module |= {"projector": draw.choice(architectures()[architecture].projectors)}
     if kind == "encoder" and "_vl_" not in architecture:
         module |= {"merge": 2, "feature_layer": draw.choice([None, -1])}
     if architecture.startswith("qwen") and kind == "llm":

@@ -199,7 +199,7 @@ def test_a_tied_head_starts_as_a_copy_of_the_embedding(make_run):
             ("rope_type", "longest sample"),
         ),
         ({"layer_types": ["full_attention"]}, ("layer_types", "num_hidden_layers")),
-        ({"layer_types": ["linear_attention", "full_attention"]}, ("layer_types",)),
+        ({"layer_types": ["linear_attention", "full_attention"]}, ("linear_attention",)),
         (
             {"layer_types": ["full_attention", "sliding_attention"]},
             ("sliding_window", "layer_types"),
@@ -297,6 +297,6 @@ def test_segments_and_rotary_are_made_once_per_stage(make_run):
     batch = probe_batch(describe(make_run()), documents=[[40]])
     state = through(layers[:2], batch)
     kept = {name: id(value) for name, value in batch.cache.items()}
-    assert set(kept) == {"samples", "cos", "sin"}
+    assert set(kept) == {"samples", "llm"}
     through(layers[2:], batch, state)
     assert {name: id(value) for name, value in batch.cache.items()} == kept

@@ -180,7 +180,7 @@ def test_bf16_layers_run(make_run):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"llm": {"architecture": "gpt9"}}, ("gpt9", "whisper, llama, mistral")),
+        ({"llm": {"architecture": "gpt9"}}, ("gpt9", "whisper", "decoders of transformers")),
         ({"llm": {"architecture": "vit"}}, ("kind encoder, not llm",)),
         ({"llm": {"config": {"hiden_size": 48}}}, ("hiden_size", "hidden_size")),
         ({"image_encoder": {"config": {"num_layers": 3}}}, ("num_layers", "num_hidden_layers")),
@@ -330,7 +330,7 @@ def test_means_are_those_of_the_classes_processors():
         (None, ("no model configuration", "model.modules.llm.folder")),
         ("{", ("Cannot read",)),
         ("[]", ("must be a mapping",)),
-        ('{"model_type": "gpt2"}', ("gpt2", "known: vit, clip_vision_model")),
+        ('{"model_type": "gpt9"}', ("gpt9", "known: vit, clip_vision_model")),
         ("{}", ("unknown architecture",)),
         (
             '{"model_type": "llama", "auto_map": {"AutoModel": "mine.Model"}}',

@@ -102,8 +102,8 @@ def test_a_shard_is_built_without_the_whole_layer(tmp_path, monkeypatch):
     run = published(tmp_path, (8192, 80, 64, 8, 28672), 512)
     made = []
     monkeypatch.setattr(
-        "disttrain_cli.models.building._initialise",
-        lambda layer, std: made.append(sum(p.numel() for p in layer.parameters())),
+        "disttrain_cli.models.library_decoder.LibraryDecoder.initialise",
+        lambda decoder, layer: made.append(sum(p.numel() for p in layer.parameters())),
     )
     block = next(i for i, info in enumerate(layer_table(run)) if info.name == "llm.block.0")
     layer = build_layers(run, block, block + 1, tp=8)[0]

@@ -6,6 +6,7 @@ entry below.
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -98,7 +99,7 @@ def _read_decoder(
         CONFIG_MAPPING[architecture], decoders.check_decoder, name, architecture, spec, fields
     )
     try:
-        library_decoder(config).check()
+        library_decoder(config)
     except (NoPipeline, *MISTAKES) as error:
         reason = str(error) if isinstance(error, NoPipeline) else f"its classes fail: {error!r}"
         raise SpecError(
@@ -413,7 +414,7 @@ def architectures() -> dict[str, Architecture]:
         )
         for name, made in published.items()
     }
-    return with_plugins("disttrain.architectures", {**_OWN, **entries})
+    return with_plugins("disttrain.architectures", {**entries, **_OWN})
 
 
 #: Alternative names in a `config.json`: the architecture, and the field of the whole model's
@@ -469,7 +470,10 @@ def _read(run: Run, name: str) -> ModuleConfig:
     )
     if architecture not in architectures():
         what = f"model.modules.{name}: unknown architecture {architecture!r}"
-        raise SpecError(what, "known: " + listed(str(architecture), list(architectures())))
+        known = [*_OWN, *difflib.get_close_matches(str(architecture), architectures(), n=3)]
+        raise SpecError(
+            what, f"known: {listed(str(architecture), known)}, and the decoders of transformers"
+        )
     entry = architectures()[architecture]
     if entry.kind != spec.kind:
         names = ", ".join(
@@ -477,7 +481,7 @@ def _read(run: Run, name: str) -> ModuleConfig:
         )
         raise SpecError(
             f"model.modules.{name}: {architecture} is of kind {entry.kind}, not {spec.kind}",
-            f"architectures of kind {spec.kind}: {names}",
+            f"architectures of kind {spec.kind}: {names or 'the decoders of transformers'}",
         )
     if spec.projector not in entry.projectors:
         allowed = f"{', '.join(entry.projectors)}, of {architecture}"
@@ -580,10 +584,7 @@ def _folder(run: Run, name: str, folder: str) -> tuple[str, dict[str, Any]]:
             f"model.modules.{name}: {path} asks for code of its own (auto_map:"
             f" {fields['auto_map']})"
         )
-        why = (
-            "code of a model's folder is never run; known architectures:"
-            f" {', '.join(architectures())}"
-        )
+        why = f"code of a model's folder is never run; known architectures: {', '.join(_OWN)}"
         raise SpecError(
             what, why, "Remove auto_map from config.json if the model is exactly one of these."
         )

@@ -118,6 +118,10 @@ class Embed(DecoderLayer):
         return {"hidden": hidden}
 
 
+#: Name of the feed-forward in layers whose residual stream DeepStack's features are added to.
+FEED_FORWARD = "mlp"
+
+
 class Block(DecoderLayer):
     """Decoder layer of a family of transformers.
 
@@ -151,15 +155,13 @@ class Block(DecoderLayer):
 
     def _wrap(self, path: str, by: Callable[..., Any]) -> None:
         part = self.layer.get_submodule(path)
-        whole = part.forward
+        part.forward = partial(self._run, by, path)  # type: ignore[assignment]
 
-        def forward(*given: Any, **named: Any) -> Any:
-            if given:
-                return by(path, partial(whole, **named), *given)
-            rows = named.pop("hidden_states")
-            return by(path, partial(whole, **named), rows)
-
-        part.forward = forward  # type: ignore[assignment]
+    def _run(self, by: Callable[..., Any], path: str, *given: Any, **named: Any) -> Any:
+        """Run a submodule's own forward on rows of the group; `by` distributes them."""
+        rows, *more = given or (named.pop("hidden_states"),)
+        part = self.layer.get_submodule(path)
+        return by(path, partial(type(part).forward, part, **named), rows, *more)
 
     def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
         assert batch.positions is not None
@@ -228,19 +230,24 @@ class DeepBlock(Block):
         self.kind = f"{self.kind}.deepstack"
         self.features, self.reads = features, ("hidden", features)
         self._more: tuple[Tensor, Tensor] | None = None
+        self._completes = any(end.startswith(f"{FEED_FORWARD}.") for end in self.division.row)
 
     def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
         images, given = batch.of("image"), state.get(self.features)
         if given is not None and images.rows is not None:
             self._more = own_part(images, given, self.group, self.cp)[:2]
         try:
-            return super().compute(state, batch)
+            hidden = super().compute(state, batch)["hidden"]
+            if self._more is not None and not self._completes:
+                more = hidden.new_zeros(self._rows, hidden.shape[-1])
+                hidden = hidden + scatter(with_rows_added(more, *self._more), self.group)
+            return {"hidden": hidden}
         finally:
             self._more = None
 
     def completed(self, path: str, made: Tensor) -> Tensor:
         """Return the feed-forward's partial sums, with the features added to its images' rows."""
-        if path != "mlp" or self._more is None:
+        if path != FEED_FORWARD or self._more is None:
             return made
         return with_rows_added(made.flatten(0, -2), *self._more)
 

@@ -28,10 +28,11 @@ from torch.utils._pytree import tree_leaves
 
 from disttrain_cli.models import experts
 from disttrain_cli.models.attention import Segments
-from disttrain_cli.models.configs.decoders import DYNAMIC, published_class_of
+from disttrain_cli.models.configs.decoders import DYNAMIC, plan_of, published_class_of
 from disttrain_cli.models.division import Division
 from disttrain_cli.models.fused import RmsNorm, gated_mlp, rotated
 from disttrain_cli.models.host import to_device
+from disttrain_cli.models.layer import ADAPTER
 
 #: Configurations whose models stay constructed per process.
 MOST = 16
@@ -80,6 +81,9 @@ class LibraryDecoder:
         model: the class with the head, or the base model if the family has none.
         base: the base model.
         layers: its decoder layers.
+        embedding_scale: factor of the embedding module itself, for tokens' rows only.
+        returns_tuple: a layer returns a tuple whose first entry is the hidden states.
+        scales_input: the base model changes its input embeddings before the first layer.
     """
 
     def __init__(self, config: Any) -> None:
@@ -105,17 +109,12 @@ class LibraryDecoder:
                 raise NoPipeline(f"{type(self.base).__name__} has no {name}")
         self._embedding, self._layers, self._norm = names
         self.layers: Sequence[nn.Module] = getattr(self.base, self._layers)
-
-    def check(self) -> None:
-        """Raise NoPipeline if the model's layers cannot run one by one."""
-        if not getattr(self.config, "is_causal", True) or any(
-            getattr(part, "is_causal", True) is False
-            for layer in self.layers
-            for part in layer.modules()
+        if not getattr(config, "is_causal", True) or any(
+            getattr(part, "is_causal", True) is False for part in self.base.modules()
         ):
             raise NoPipeline("its attention is not causal")
-        assert self._kinds
-        _ = self.embedding_scale, self._trial
+        self.embedding_scale = self._embedding_scale()
+        self.returns_tuple, self.scales_input = self._trial()
 
     @cached_property
     def prefix(self) -> str:
@@ -155,9 +154,7 @@ class LibraryDecoder:
                 return nn.Linear(self.config.hidden_size, self.config.vocab_size, bias=False)
         return copy.deepcopy(self.model.get_output_embeddings())
 
-    @cached_property
-    def embedding_scale(self) -> float:
-        """Factor of the embedding module itself, for tokens' rows only."""
+    def _embedding_scale(self) -> float:
         embedding = getattr(self.base, self._embedding)
         if type(embedding) is nn.Embedding:
             return 1.0
@@ -167,10 +164,10 @@ class LibraryDecoder:
 
     def initialise(self, layer: nn.Module) -> None:
         """Initialise the weights of a pipeline layer as the library initialises its own."""
-        for part in layer.modules():
+        for path, part in layer.named_modules():
             if isinstance(part, RmsNorm):
                 nn.init.ones_(part.weight)
-            else:
+            elif not path.endswith(ADAPTER):
                 self.model._init_weights(part)
 
     @cached_property
@@ -240,7 +237,8 @@ class LibraryDecoder:
         """
         prefix, rules = f"{self._layers}.*.", dict[str, dict[str, str]]()
         layer = self.layers[number]
-        for pattern, rule in (getattr(self.config, "base_model_tp_plan", None) or {}).items():
+        plan = getattr(self.config, "base_model_tp_plan", None) or plan_of(self.config) or {}
+        for pattern, rule in plan.items():
             path = pattern.removeprefix(prefix)
             owner, _, name = path.rpartition(".")
             if pattern.startswith(prefix) and owner and _part(layer, owner, name) is not None:
@@ -254,25 +252,14 @@ class LibraryDecoder:
                     fields[_SHARDED[rule]].append(f"{owner}.{name}")
         return Division(**{field: tuple(paths) for field, paths in fields.items()}), owners
 
-    @cached_property
-    def returns_tuple(self) -> bool:
-        """True if a layer returns a tuple whose first entry is the hidden states."""
-        return self._trial[0]
-
-    @cached_property
-    def scales_input(self) -> bool:
-        """True if the base model changes its input embeddings before the first layer."""
-        return self._trial[1]
-
-    @cached_property
     def _trial(self) -> tuple[bool, bool]:
-        """Run one layer of each kind on the meta device.
+        """Run one layer of each kind on the meta device; return what the attributes say.
 
         Raises:
             NoPipeline: a layer needs more than its hidden states and functions of the batch.
         """
         rows = 4
-        frame = Frame(self, torch.device("meta"), first_only=True)
+        frame = Frame(self, torch.device("meta"), tuples=False, first_only=True)
         given = torch.empty(1, rows, self.config.hidden_size, device="meta", requires_grad=True)
         positions = torch.empty(1, rows, dtype=torch.int64, device="meta")
         segments = Segments([rows], torch.device("meta"))
@@ -347,7 +334,7 @@ class Frame:
     """The library's base model around its layers, on a device.
 
     Args:
-        tuples: the layers return tuples; None: found out by a trial.
+        tuples: the layers return tuples; None: as the trial has shown.
         first_only: stop at the first layer.
     """
 
@@ -362,7 +349,7 @@ class Frame:
         self._calls: list[Arguments] = []
         self._entry: Tensor | None = None
         self._first_only = first_only
-        self._tuples = (not first_only and decoder.returns_tuple) if tuples is None else tuples
+        self._tuples = decoder.returns_tuple if tuples is None else tuples
         self._count = len(decoder.layers)
         base = decoder.base
         children = {name: part for name, part in base.named_children()}
@@ -377,7 +364,7 @@ class Frame:
                 self._base._modules[name] = nn.Identity()
             else:
                 weightless = next(part.parameters(), None) is None
-                self._base._modules[name] = _on(device, copy.deepcopy(part)) if weightless else part
+                self._base._modules[name] = _on(device, _shallow(part)) if weightless else part
 
     def record(self, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Record a layer's call; return its hidden states as the layer would."""
@@ -450,6 +437,17 @@ def _output() -> Any:
             return None
 
     return Output
+
+
+def _shallow(part: nn.Module) -> nn.Module:
+    """Return a copy of a module that shares its tensors until they are replaced."""
+    made = copy.copy(part)
+    made.__dict__["_buffers"] = dict(part._buffers)
+    children = {
+        n: child if child is None else _shallow(child) for n, child in part._modules.items()
+    }
+    made.__dict__["_modules"] = children
+    return made
 
 
 def _on(device: torch.device, part: nn.Module) -> nn.Module:

@@ -25,6 +25,17 @@ FAMILIES = {
 }
 
 
+def plan_of(config: Any) -> dict[str, str] | None:
+    """Return the TP plan of the family as which a decoder is published, if not its own."""
+    import transformers
+
+    family = FAMILIES.get(config.model_type)
+    if family is None or family.published is None:
+        return None
+    plan: dict[str, str] = getattr(transformers, family.published).config_class.base_model_tp_plan
+    return plan
+
+
 def published_class_of(config_class: type) -> Any:
     """Return the class of a decoder with its head, or its base model if the library has no other."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
@@ -111,10 +122,9 @@ def check_decoder(name: str, spec: ModuleSpec, config: Any) -> None:
         raise wrong(name, "head_dim", own_head_width, "even, for rotary positions")
     if positions_of(config) == "mrope":
         _check_sections(name, config)
-    if getattr(config, "use_sliding_window", True) is False:
-        return
     window, types = number_of(config, "sliding_window"), getattr(config, "layer_types", None)
-    if window is not None and window < 1:
+    unused = getattr(config, "use_sliding_window", True) is False
+    if window is not None and window < 1 and not unused:
         raise wrong(name, "sliding_window", window, "1 or more, or nothing")
     if window is None and SLIDING in (types or ()):
         raise wrong(
