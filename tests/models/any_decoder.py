@@ -5,7 +5,7 @@ import inspect
 import torch
 
 LENGTHS = [5, 1, 9, 3]
-VOCABULARY = 99
+VOCABULARY = 100
 
 #: Fields of a tiny configuration, for those that a family has.
 TINY = dict(
@@ -78,3 +78,7 @@ def reference(model, ids, labels):
         total = total + torch.nn.functional.cross_entropy(logits, wanted, reduction="sum")
     total.backward()
     return total.detach()
+
+
+FAMILIES = ["llama", "gemma2", "cohere", "qwen3_moe", "phi3", "olmo2", "deepseek_v3", "laguna", "apertus", "gpt_neox", "granite", "minimax_m2","youtu","beam"]
+REFUSED = {"hrm_text": "no layers", "gpt2": "no embed_tokens"}

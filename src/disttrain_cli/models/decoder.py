@@ -274,7 +274,7 @@ class Head(DecoderLayer):
         library = library_decoder(config)
         self.norm, self.lm_head = library.norm(), library.head()
         self.published = {"norm": library.names["norm"], "lm_head": library.names["head"]}
-        self._tail = cache(lambda: Tail(library, self.lm_head))
+        self._tail = Tail(library)
         if ties(config):
             self.tied = {"lm_head.weight": (f"{module}.embed", "embedding.weight")}
 
@@ -305,7 +305,7 @@ class Head(DecoderLayer):
 
     def _logits(self, normed_RD: Tensor) -> Tensor:
         """Return logits, scaled and capped as the library's class does."""
-        return self._tail()(normed_RD)
+        return self._tail(normed_RD, self.lm_head)
 
 
 def makers(

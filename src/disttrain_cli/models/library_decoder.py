@@ -116,6 +116,9 @@ class LibraryDecoder:
         self.embedding_scale = self._embedding_scale()
         self.returns_tuple, self.scales_input = self._trial()
 
+    def __deepcopy__(self, _: Any) -> LibraryDecoder:
+        return self
+
     @cached_property
     def prefix(self) -> str:
         """Prefix of the base model's names in the class with the head."""
@@ -398,25 +401,25 @@ class Frame:
 class Tail:
     """What the library's class does with its final norm's output: head, logit scale, soft cap."""
 
-    def __init__(self, decoder: LibraryDecoder, head: nn.Module) -> None:
-        self._head, self._model = head, None
+    def __init__(self, decoder: LibraryDecoder) -> None:
+        self._names, self._model = decoder.names, None
         if decoder.has_head:
             self._model = copy.copy(decoder.model)
-            self._model.__dict__["_modules"] = dict(decoder.model._modules)
-            base = decoder.model.base_model_prefix
-            self._model._modules[base] = self._base = _Given()
-            self._model._modules[decoder.names["head"]] = head
+            self._base = _Given()
+            children = {**decoder.model._modules, decoder.model.base_model_prefix: self._base}
+            self._model.__dict__["_modules"] = children
 
-    def __call__(self, normed_RD: Tensor) -> Tensor:
+    def __call__(self, normed_RD: Tensor, head: nn.Module) -> Tensor:
         """Return logits [R, V], or those of a vocabulary shard."""
         if self._model is None:
-            return self._head(normed_RD)
+            logits: Tensor = head(normed_RD)
+            return logits
+        self._model._modules[self._names["head"]] = head
         self._base.rows = normed_RD[None]
         try:
-            logits: Tensor = self._model(inputs_embeds=self._base.rows, use_cache=False).logits
+            return self._model(inputs_embeds=self._base.rows, use_cache=False).logits[0]  # type: ignore[no-any-return]
         finally:
             self._base.rows = None
-        return logits[0]
 
 
 class _Given(nn.Module):

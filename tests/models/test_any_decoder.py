@@ -1,0 +1,150 @@
+"""Every decoder family of transformers as pipeline layers: packed documents, over a TP group, too."""
+
+import copy
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from disttrain_cli.errors import SpecError
+from disttrain_cli.models.architectures import architectures
+from disttrain_cli.models.configs.decoders import published_class_of
+from disttrain_cli.models.decoder import makers
+from disttrain_cli.models.division import piece, shard_of
+from disttrain_cli.models.group import Group
+from disttrain_cli.models.layer import Batch
+from disttrain_cli.models.tensor_parallel import join, pieces, shard
+from disttrain_cli.spec.runfile.model import ModuleSpec
+from tests.models.any_decoder import FAMILIES, LENGTHS, REFUSED, fields_of, reference
+
+TP = 2
+CLOSE = {"rtol": 1e-4, "atol": 1e-6}
+
+
+@dataclass(frozen=True)
+class Threads(Group):
+    """TP group whose ranks are threads."""
+
+    shared: Any = None
+
+    def everyones(self, tensor):
+        barrier, given = self.shared
+        given[self.rank] = tensor
+        barrier.wait()
+        made = [given[rank] for rank in range(TP)]
+        barrier.wait()
+        return made
+
+    def wire(self, tensor):
+        return tensor.device
+
+    def all_gather(self, whole, local):
+        whole.copy_(torch.cat(self.everyones(local.clone())))
+
+    def reduce_scatter(self, local, partial):
+        total = sum(self.everyones(partial.clone()))
+        local.copy_(total.chunk(TP)[self.rank])
+
+    def all_reduce(self, tensor, op):
+        parts = torch.stack(self.everyones(tensor.clone()))
+        tensor.copy_(parts.amax(0) if op == torch.distributed.ReduceOp.MAX else parts.sum(0))
+
+
+def built(name, seed=0):
+    spec = ModuleSpec(kind="llm", architecture=name, config=fields_of(name))
+    config, _ = architectures()[name].read("llm", name, spec, {})
+    layers = [maker.build(seed) for maker in makers("llm", config, (), (), False, 1.0)]
+    draws = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in (p for layer in layers for p in layer.parameters()):
+            if parameter.dtype.is_floating_point:
+                parameter.add_(torch.randn(parameter.shape, generator=draws) * 0.08)
+    return config, layers
+
+
+def passed(layers, ids, labels):
+    positions = torch.cat([torch.arange(length) for length in LENGTHS])
+    batch = Batch(
+        token_ids=ids[None],
+        positions=positions[None],
+        sample_lengths=list(LENGTHS),
+        labels=labels[None],
+    )
+    state = {}
+    for layer in layers:
+        state.update(layer(state, batch))
+    state["loss/text"].backward()
+    return state["loss/text"].detach()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_packed_documents_equal_the_librarys_own_model(name):
+    """Loss and all gradients, in one process and over a TP group, one document at a time."""
+    config, layers = built(name)
+    divides = not any(count % TP for layer in layers for count in pieces(layer))
+    shards = [
+        [shard(layer, tp=TP, rank=rank) for layer in built(name)[1]]
+        for rank in range(TP * divides)
+    ]
+    plain = copy.deepcopy(config)
+    plain._attn_implementation, plain.tie_word_embeddings = "eager", False
+    model = published_class_of(type(config))(plain).eval()
+    weights = {
+        path: tensor.detach()
+        for layer in layers
+        for path, tensor in layer.to_published(dict(layer.named_parameters())).items()
+    }
+    missing = model.load_state_dict(weights, strict=False)
+    assert not missing.unexpected_keys
+    draws = torch.Generator().manual_seed(2)
+    ids, labels = torch.randint(3, 99, (2, sum(LENGTHS)), generator=draws)
+    expected = reference(model, ids, labels)
+    of_model = {path: parameter.grad for path, parameter in model.named_parameters()}
+
+    torch.testing.assert_close(passed(layers, ids, labels), expected, rtol=1e-5, atol=0)
+    for layer in layers:
+        of_layer = layer.to_published(
+            {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in layer.named_parameters()}
+        )
+        for path, gradient in of_layer.items():
+            if of_model.get(path) is not None:
+                scale = of_model[path].abs().max()
+                assert (gradient - of_model[path]).abs().max() <= 1e-4 * scale + 1e-7, path
+
+    if not divides:
+        return
+    shared, losses = (threading.Barrier(TP, timeout=60), {}), {}
+
+    def run(rank):
+        for layer in shards[rank]:
+            join(layer, Threads(None, TP, rank, shared=shared))
+        losses[rank] = passed(shards[rank], ids, labels)
+
+    ranks = [threading.Thread(target=run, args=(rank,)) for rank in range(TP)]
+    for thread in ranks:
+        thread.start()
+    for thread in ranks:
+        thread.join()
+    torch.testing.assert_close(losses[0], expected, rtol=1e-5, atol=0)
+    for number, layer in enumerate(layers):
+        for path, whole in layer.named_parameters():
+            own = [ranks_layers[number].get_parameter(path) for ranks_layers in shards]
+            if whole.grad is None:
+                continue
+            scale = 1e-4 * whole.grad.abs().max() + 1e-7
+            if shard_of(own[0]) is None:
+                total = sum(p.grad if p.grad is not None else 0 for p in own)
+                assert (total - whole.grad).abs().max() <= scale, (layer.name, path)
+            else:
+                for parameter in own:
+                    part = piece(whole.grad, shard_of(parameter))
+                    assert (parameter.grad - part).abs().max() <= scale, (layer.name, path)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_families_that_cannot_run_exactly_are_refused_with_the_reason(name):
+    with pytest.raises(SpecError) as error:
+        built(name)
+    assert REFUSED[name] in str(error.value)
