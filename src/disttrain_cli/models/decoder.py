@@ -143,6 +143,9 @@ class Block(DecoderLayer):
         self.kind = self._library.kind(number)
         self.layer = self._library.layer(number)
         self.published = {"layer": self._library.layer_name(number)}
+        self.constants = frozenset(
+            path for path, parameter in self.named_parameters() if not parameter.requires_grad
+        )
         self.exchanged = self._library.heads(number)
         self.division, sharded = self._library.division(number)
         for path in sharded:

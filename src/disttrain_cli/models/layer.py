@@ -178,6 +178,8 @@ class PipelineLayer(nn.Module):
     # of its module's weights only adapters, and `saved`, are ever trained (`lora`)
     adapted: bool = False
     saved: frozenset[str] = frozenset()  # paths of parameters trained in addition to adapters
+    # paths of parameters that no gradient changes: buffers that the published model stores
+    constants: frozenset[str] = frozenset()
     # True: a projector that the published model has inside the module (Qwen-VL's merger); its
     # weights are trained as projectors, unless the module has adapters
     joint: bool = False
@@ -257,8 +259,10 @@ class PipelineLayer(nn.Module):
 
     def trains(self, path: str) -> bool:
         """Return True if a parameter is trained whenever its owner is."""
+        if self.frozen or path in self.constants:
+            return False
         own = self.adapted and self.owner_of(path) == self.module
-        return not self.frozen and (not own or is_adapter(path) or path in self.saved)
+        return (not own or is_adapter(path) or path in self.saved)
 
     def ask_for_gradients(self, wanted: bool = True) -> None:
         """Set `requires_grad` for all trainable parameters, and for no others; or for none."""

@@ -120,6 +120,9 @@ def check_decoder(name: str, spec: ModuleSpec, config: Any) -> None:
         )
     if own_head_width is not None and (own_head_width < 2 or own_head_width % 2):
         raise wrong(name, "head_dim", own_head_width, "even, for rotary positions")
+    if getattr(config, "output_router_logits", False):
+        allowed = "false: auxiliary losses of routers are not trained"
+        raise wrong(name, "output_router_logits", True, allowed)
     if positions_of(config) == "mrope":
         _check_sections(name, config)
     window, types = number_of(config, "sliding_window"), getattr(config, "layer_types", None)
