@@ -31,16 +31,11 @@ OF_FAMILY = {
         },
     },
     "gemma4_text": {
-        "num_kv_shared_layers": 0,
-        "hidden_size_per_layer_input": 0,
-        "global_head_dim": 32,
+        "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": VOCABULARY,
     },
-    "gemma4_unified_text": {
-        "num_kv_shared_layers": 0,
-        "hidden_size_per_layer_input": 0,
-        "global_head_dim": 32,
-    },
-    "deepseek_v2": {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
 }
 
 
@@ -80,5 +75,20 @@ def reference(model, ids, labels):
     return total.detach()
 
 
-FAMILIES = ["llama", "gemma2", "cohere", "qwen3_moe", "phi3", "olmo2", "deepseek_v3", "laguna", "apertus", "gpt_neox", "granite", "minimax_m2","youtu","beam"]
+FAMILIES = [
+    "llama",
+    "gemma2",
+    "cohere",
+    "qwen3_moe",
+    "phi3",
+    "olmo2",
+    "deepseek_v3",
+    "laguna",
+    "apertus",
+    "gpt_neox",
+    "granite",
+    "minimax_m2",
+    "youtu",
+    "beam",
+]
 REFUSED = {"hrm_text": "no layers", "gpt2": "no embed_tokens"}

@@ -29,7 +29,14 @@ from disttrain_cli.models.division import Division
 from disttrain_cli.models.fused import with_rows_added
 from disttrain_cli.models.layer import EMBEDS, LOSS_PREFIX, Batch, PipelineLayer, TensorSpec
 from disttrain_cli.models.levelling import runs_of
-from disttrain_cli.models.library_decoder import Frame, Tail, library_decoder
+from disttrain_cli.models.library_decoder import (
+    Arguments,
+    Frame,
+    Place,
+    Store,
+    Tail,
+    library_decoder,
+)
 from disttrain_cli.models.parallel import across, embed, gather, once, scatter, share, split
 
 
@@ -75,18 +82,31 @@ class Embed(DecoderLayer):
             TensorSpec("hidden", "sequence", "tokens", (config.hidden_size,), split=True),
         )
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
-        library = library_decoder(config)
-        self.published = {"embedding": library.names["embedding"]}
-        self._scale, self._scales_input = library.embedding_scale, library.scales_input
-        self._frame = cache(partial(Frame, library, first_only=True))
+        self._library = library_decoder(config)
+        self.published = {"embedding": self._library.names["embedding"]}
+        self.writes += tuple(
+            TensorSpec(_input_name(number, place), "sequence", "tokens", shape, split=True)
+            for number, inputs in enumerate(self._library.inputs)
+            for place, shape in inputs.items()
+        )
+        self.more: nn.Module | None = None
+        if self._library.reads_tokens:
+            self.more = self._library.beside_layers()
+            self.published["more"] = self._library.prefix.rstrip(".")
+        self._around = self.more is not None or self._library.changes_input
+        if self._around:
+            self.needs = ("tokens", "layout")
+        self._frame = cache(
+            partial(Frame, self._library, weights=self.more, first_only=self.more is None)
+        )
 
     def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
         assert batch.token_ids is not None
         ids = batch.token_ids.flatten()
         table = self.embedding.weight
         hidden = self.embedding(ids) if self.first_id is None else embed(ids, table, self.first_id)
-        if self._scale != 1.0:
-            hidden = hidden * hidden.new_tensor(self._scale)
+        if self._library.embedding_scale != 1.0:
+            hidden = hidden * hidden.new_tensor(self._library.embedding_scale)
         for item in dict.fromkeys(name.partition(EMBEDS)[0] for name in self.reads):
             made = [
                 state[name]
@@ -109,13 +129,28 @@ class Embed(DecoderLayer):
                 of_rows = given.float() * shares[:, None]
                 hidden = hidden.float().index_add(0, rows, of_rows).to(hidden.dtype)
         hidden = scatter(hidden, self.group)
-        if self._scales_input:
-            assert batch.positions is not None
-            positions = split(batch.positions.flatten(-2).movedim(-1, 0), self.group)
-            hidden = self._frame(hidden.device).run(
-                hidden[None], positions.movedim(0, -1)[..., None, :]
-            )[1][0]
-        return {"hidden": hidden}
+        return self._before_layers(hidden, ids, batch) if self._around else {"hidden": hidden}
+
+    def _before_layers(self, hidden_RD: Tensor, ids_R: Tensor, batch: Batch) -> dict[str, Tensor]:
+        """Return what the library's model does between its embedding and its layers."""
+        assert batch.positions is not None
+        local = slice(None) if self.group is None else self.group.local_rows(len(ids_R))
+        positions = batch.positions.flatten(-2)[..., None, local]
+        for items in batch.items.values():
+            if items.rows is not None:  # tokens of other modalities have no embedding per layer
+                ids_R = ids_R.index_fill(0, items.rows, self._library.config.pad_token_id or 0)
+        frame = self._frame(hidden_RD.device)
+        calls, entry = frame.run(hidden_RD[None], positions, ids_R[None, local])
+        made = {"hidden": entry[0]}
+        for number, inputs in enumerate(self._library.inputs):
+            for place in inputs:
+                made[_input_name(number, place)] = calls[number].at(place)[0]
+        return made
+
+
+def _input_name(number: int, place: Place) -> str:
+    """Return the name of a state tensor that only one layer reads, as an argument."""
+    return f"layer_input.{number}.{place}"
 
 
 #: Name of the feed-forward in layers whose residual stream DeepStack's features are added to.
@@ -140,6 +175,14 @@ class Block(DecoderLayer):
             TensorSpec("hidden", "sequence", "tokens", (config.hidden_size,), split=True),
         )
         self._library, self._number = library_decoder(config), number
+        self._inputs = {place: _input_name(number, place) for place in self._library.inputs[number]}
+        self._stored, self._stores = self._library.reads[number], self._library.writes[number]
+        self.reads += (*self._inputs.values(), *(one.name for one in self._stored))
+        self.writes += tuple(
+            TensorSpec(one.name, "sequence", "tokens", one.shape, split=True)
+            for one in self._stores
+        )
+        self.unsharded = bool(self._stored or self._stores)
         self.kind = self._library.kind(number)
         self.layer = self._library.layer(number)
         self.published = {"layer": self._library.layer_name(number)}
@@ -169,24 +212,32 @@ class Block(DecoderLayer):
     def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
         assert batch.positions is not None
         hidden, self._rows = state["hidden"], batch.positions.shape[-2:].numel()
-        positional, keywords = self._arguments(batch, hidden)
-        made = self.layer(hidden[None], *positional, **keywords)
-        return {"hidden": (made[0] if isinstance(made, tuple) else made)[0]}
+        store = Store()
+        for key in dict.fromkeys(one.key for one in self._stored):
+            store[key] = tuple(
+                state[one.name].transpose(0, 1)[None] for one in self._stored if one.key == key
+            )
+        inputs = {place: state[name][None] for place, name in self._inputs.items()}
+        samples = segments_of(
+            batch.cache, "samples", lambda: batch.sample_lengths or [], hidden, self.cp
+        )
+        call = self._calls(batch, hidden)[self._number]
+        call = self._library.filled(self._number, call, samples, inputs, store)
+        made = self.layer(hidden[None], *call.positional, **call.keywords)
+        return {"hidden": (made[0] if isinstance(made, tuple) else made)[0]} | {
+            one.name: store[one.key][one.index][0].transpose(0, 1) for one in self._stores
+        }
 
-    def _arguments(self, batch: Batch, hidden_RD: Tensor) -> Any:
-        """Return the layer's arguments, computed for all layers of a stage at once."""
+    def _calls(self, batch: Batch, hidden_RD: Tensor) -> list[Arguments]:
+        """Return the arguments of all layers, computed once per stage."""
         assert batch.positions is not None
-        calls = batch.cache.get(self.module)
-        if calls is None:
+        if self.module not in batch.cache:
             positions = batch.positions.flatten(-2)[..., None, :]
             like = hidden_RD.new_zeros(()).expand(1, self._rows, hidden_RD.shape[-1])
             with torch.no_grad():
-                calls = self._frame(hidden_RD.device).run(like, positions)[0]
-            batch.cache[self.module] = calls
-        samples = segments_of(
-            batch.cache, "samples", lambda: batch.sample_lengths or [], hidden_RD, self.cp
-        )
-        return self._library.with_segments(self._number, calls[self._number], samples)
+                batch.cache[self.module] = self._frame(hidden_RD.device).run(like, positions)[0]
+        calls: list[Arguments] = batch.cache[self.module]
+        return calls
 
     def _sharded(self, path: str, forward: Callable[..., Any], rows: Tensor, *more: Any) -> Any:
         """Run a module whose linears are sharded over the TP group: local rows in and out."""

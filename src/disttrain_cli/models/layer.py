@@ -187,6 +187,7 @@ class PipelineLayer(nn.Module):
     trained: bool = True
     passes: bool = True  # True if gradients of its inputs are needed
     division: Division = Division()  # sharding over a tensor-parallel group
+    unsharded: bool = False  # True: its TP size is 1
     # True: over a TP group it operates on local rows of its tensors, else on full tensors
     # (`parallel`)
     by_rows: bool = False
@@ -262,7 +263,7 @@ class PipelineLayer(nn.Module):
         if self.frozen or path in self.constants:
             return False
         own = self.adapted and self.owner_of(path) == self.module
-        return (not own or is_adapter(path) or path in self.saved)
+        return not own or is_adapter(path) or path in self.saved
 
     def ask_for_gradients(self, wanted: bool = True) -> None:
         """Set `requires_grad` for all trainable parameters, and for no others; or for none."""

@@ -15,10 +15,11 @@ import ast
 import copy
 import inspect
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from functools import cache, cached_property, lru_cache, partial
 from importlib import import_module
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -36,10 +37,20 @@ from disttrain_cli.models.layer import ADAPTER
 
 #: Configurations whose models stay constructed per process.
 MOST = 16
+#: Parameter of a layer's forward for its attention mask.
+MASK = "attention_mask"
+#: Field of a configuration, and method of a base model, for per-layer embeddings of tokens.
+PER_LAYER, TOKEN_INPUTS = "hidden_size_per_layer_input", "get_per_layer_inputs"
+#: Method of a base model that leaves out tokens before layers which read stored keys and values.
+SLICING = "_maybe_slice_kv_shared_inputs"
 #: Parameters of a module's forward by which a token mixer is recognised: its rows depend on others.
 _MIXING = {"attention_mask", "position_embeddings", "past_key_values", "cache_params"}
 #: Rules of a TP plan under which a module's sublayers are sharded here.
 _SHARDED = {"colwise": "column", "rowwise": "row", "replicated_with_grad_allreduce": "per_head"}
+
+
+#: Position or name of a layer's argument.
+Place = int | str
 
 
 class Arguments(NamedTuple):
@@ -47,6 +58,47 @@ class Arguments(NamedTuple):
 
     positional: tuple[Any, ...]
     keywords: dict[str, Any]
+
+    def at(self, place: Place) -> Any:
+        """Return the argument at a position or of a name."""
+        return self.positional[place] if isinstance(place, int) else self.keywords[place]
+
+
+class Stored(NamedTuple):
+    """Tensor that a layer stores for later ones, of shape [1, G, L, D]: keys or values, say."""
+
+    key: str
+    index: int  # in the entry of this key
+    shape: tuple[int, int]  # (G, D)
+
+    @property
+    def name(self) -> str:
+        """Name of the state tensor."""
+        return f"stored.{self.key}.{self.index}"
+
+
+class Store(dict[str, tuple[Tensor, ...]]):
+    """Entries that layers store for later ones; notes which are read and written."""
+
+    def __init__(self, entries: Mapping[str, tuple[Tensor, ...]] = MappingProxyType({})) -> None:
+        super().__init__(entries)
+        self.read, self.written = list[str](), list[str]()
+
+    def __getitem__(self, key: str) -> tuple[Tensor, ...]:
+        self.read.append(key)
+        return super().__getitem__(key)
+
+    def __setitem__(self, key: str, entry: tuple[Tensor, ...]) -> None:
+        self.written.append(key)
+        super().__setitem__(key, entry)
+
+    def tensors(self, keys: list[str]) -> list[Stored]:
+        """Return descriptions of the tensors of these entries."""
+        return [
+            Stored(key, index, (tensor.shape[1], tensor.shape[3]))
+            for key in dict.fromkeys(keys)
+            for index, tensor in enumerate(super(Store, self).__getitem__(key))
+        ]
 
 
 class NoPipeline(Exception):
@@ -83,7 +135,10 @@ class LibraryDecoder:
         layers: its decoder layers.
         embedding_scale: factor of the embedding module itself, for tokens' rows only.
         returns_tuple: a layer returns a tuple whose first entry is the hidden states.
-        scales_input: the base model changes its input embeddings before the first layer.
+        changes_input: the base model changes its input embeddings before the first layer.
+        inputs: by layer, its arguments that weights beside the embedding compute from tokens, with
+            their shapes per token.
+        reads, writes: by layer, what it reads of earlier layers' entries, and what it stores.
     """
 
     def __init__(self, config: Any) -> None:
@@ -114,7 +169,11 @@ class LibraryDecoder:
         ):
             raise NoPipeline("its attention is not causal")
         self.embedding_scale = self._embedding_scale()
-        self.returns_tuple, self.scales_input = self._trial()
+        count = len(self.layers)
+        self.inputs: list[dict[Place, tuple[int, ...]]] = [{} for _ in range(count)]
+        self.reads: list[list[Stored]] = [[] for _ in range(count)]
+        self.writes: list[list[Stored]] = [[] for _ in range(count)]
+        self._try()
 
     def __deepcopy__(self, _: Any) -> LibraryDecoder:
         return self
@@ -255,44 +314,84 @@ class LibraryDecoder:
                     fields[_SHARDED[rule]].append(f"{owner}.{name}")
         return Division(**{field: tuple(paths) for field, paths in fields.items()}), owners
 
-    def _trial(self) -> tuple[bool, bool]:
-        """Run one layer of each kind on the meta device; return what the attributes say.
+    def beside_layers(self) -> nn.Module:
+        """Return copies of the base model's weights beside its layers, embedding and norm."""
+        made, own = nn.Module(), (self._layers, self._embedding, self._norm)
+        for name, part in self.base.named_children():
+            if name not in own and next(part.parameters(), None) is not None:
+                setattr(made, name, copy.deepcopy(part))
+        return with_own_kernels(made)
+
+    @property
+    def reads_tokens(self) -> bool:
+        """True if layers have inputs of their own for each token (per-layer embeddings)."""
+        return bool(getattr(self.config, PER_LAYER, 0)) and hasattr(self.base, TOKEN_INPUTS)
+
+    def _try(self) -> None:
+        """Run the layers on the meta device, and note what they need.
 
         Raises:
-            NoPipeline: a layer needs more than its hidden states and functions of the batch.
+            NoPipeline: a layer needs more than rows of this batch.
         """
-        rows = 4
-        frame = Frame(self, torch.device("meta"), tuples=False, first_only=True)
-        given = torch.empty(1, rows, self.config.hidden_size, device="meta", requires_grad=True)
-        positions = torch.empty(1, rows, dtype=torch.int64, device="meta")
-        segments = Segments([rows], torch.device("meta"))
-        calls, before = frame.run(given, positions)
-        tuples = isinstance(self._tried(0, calls[0], given, segments), tuple)
-        calls, _ = Frame(self, torch.device("meta"), tuples=tuples).run(given, positions)
-        for number in {kind: at for at, kind in reversed(list(enumerate(self._kinds)))}.values():
-            self._tried(number, calls[number], given, segments)
-        return tuples, before is not given
+        meta, rows = torch.device("meta"), 4
+        hidden = torch.empty(1, rows, self.config.hidden_size, device=meta, requires_grad=True)
+        positions, ids = (torch.empty(1, rows, dtype=torch.int64, device=meta) for _ in range(2))
+        segments = Segments([rows], meta)
+        self.returns_tuple = False
+        frame = Frame(self, meta, weights=self.base, first_only=True)
+        calls, before = frame.run(hidden, positions, ids)
+        self.changes_input = before is not hidden
+        self.returns_tuple = isinstance(self._tried(0, calls[0], hidden, segments, Store()), tuple)
+        calls, _ = Frame(self, meta, weights=self.base).run(hidden, positions, ids)
+        shared, kinds, store = any(_store_in(call) for call in calls), set[str](), Store()
+        for number, call in enumerate(calls):
+            self.inputs[number] = _computed(call, rows)
+            if shared or self._kinds[number] not in kinds:
+                kinds.add(self._kinds[number])
+                store.read, store.written = [], []
+                self._tried(number, call, hidden, segments, store)
+                self.reads[number] = store.tensors(store.read)
+                self.writes[number] = store.tensors(store.written)
 
-    def _tried(self, number: int, given: Arguments, hidden: Tensor, segments: Segments) -> Any:
-        if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(given)):
-            raise NoPipeline("its layers read tensors that other weights compute")
-        given = self.with_segments(number, given, segments)
+    def _tried(
+        self, number: int, call: Arguments, hidden: Tensor, segments: Segments, store: Store
+    ) -> Any:
+        call = self.filled(number, call, segments, {}, store)
         layer = copy.deepcopy(self.layers[number]).to("meta")
-        return layer(hidden.detach(), *given.positional, **given.keywords)
+        return layer(hidden.detach(), *call.positional, **call.keywords)
 
-    def with_segments(self, number: int, given: Arguments, segments: Any) -> Arguments:
-        """Return a layer's arguments with the segments of attention as its mask."""
+    def filled(
+        self,
+        number: int,
+        call: Arguments,
+        segments: Segments,
+        inputs: Mapping[Place, Tensor],
+        store: Store,
+    ) -> Arguments:
+        """Return a layer's arguments for a batch.
+
+        Args:
+            segments: of attention, in the place of a mask.
+            inputs: the arguments named in the attribute of this name.
+            store: entries of earlier layers, and where this layer stores its own.
+        """
+        positional, keywords = list(call.positional), dict(call.keywords)
         accepted = inspect.signature(self.layers[number].forward).parameters
-        if "attention_mask" not in accepted:
-            if not any(p.kind is p.VAR_KEYWORD for p in accepted.values()):
-                raise NoPipeline("its layers take no attention_mask")
         names = [name for name in accepted if name != "hidden_states"]
-        at = names.index("attention_mask") if "attention_mask" in names else len(names)
-        if at < len(given.positional):
-            return given._replace(
-                positional=(*given.positional[:at], segments, *given.positional[at + 1 :])
-            )
-        return given._replace(keywords={**given.keywords, "attention_mask": segments})
+        at = names.index(MASK) if MASK in names else len(names)
+        if at < len(positional):
+            positional[at] = segments
+        else:
+            keywords[MASK] = segments
+        for place, tensor in inputs.items():
+            if isinstance(place, int):
+                positional[place] = tensor
+            else:
+                keywords[place] = tensor
+        return Arguments(
+            tuple(store if _is_store(value) else value for value in positional),
+            {name: store if _is_store(value) else value for name, value in keywords.items()},
+        )
 
 
 def _part(layer: nn.Module, owner: str, name: str) -> nn.Linear | None:
@@ -310,6 +409,25 @@ def _name_constants(part: nn.Module) -> None:
             delattr(part, name)
             part.register_parameter(name, nn.Parameter(buffer.to("meta"), requires_grad=False))
             part.__dict__.setdefault("constants", set()).add(name)
+
+
+def _is_store(value: Any) -> bool:
+    return isinstance(value, MutableMapping) and not value
+
+
+def _store_in(call: Arguments) -> bool:
+    return any(map(_is_store, (*call.positional, *call.keywords.values())))
+
+
+def _computed(call: Arguments, rows: int) -> dict[Place, tuple[int, ...]]:
+    """Return the arguments that weights computed, with their shapes per row."""
+    found: dict[Place, tuple[int, ...]] = {}
+    for place, value in (*enumerate(call.positional), *call.keywords.items()):
+        if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(value)):
+            if not isinstance(value, Tensor) or value.shape[:2] != (1, rows):
+                raise NoPipeline("its layers read tensors that other weights compute")
+            found[place] = tuple(value.shape[2:])
+    return found
 
 
 class _Recorder(nn.Module):
@@ -337,7 +455,8 @@ class Frame:
     """The library's base model around its layers, on a device.
 
     Args:
-        tuples: the layers return tuples; None: as the trial has shown.
+        weights: module with the base model's weights beside its layers, by the same names; None: on
+            stages without them, what they compute is left out of the layers' arguments.
         first_only: stop at the first layer.
     """
 
@@ -346,28 +465,29 @@ class Frame:
         decoder: LibraryDecoder,
         device: torch.device,
         *,
-        tuples: bool | None = None,
+        weights: nn.Module | None = None,
         first_only: bool = False,
     ) -> None:
         self._calls: list[Arguments] = []
         self._entry: Tensor | None = None
-        self._first_only = first_only
-        self._tuples = decoder.returns_tuple if tuples is None else tuples
+        self._first_only, self._tuples = first_only, decoder.returns_tuple
+        self._reads_tokens = decoder.reads_tokens and weights is not None
         self._count = len(decoder.layers)
-        base = decoder.base
-        children = {name: part for name, part in base.named_children()}
-        self._base = copy.copy(base)
-        self._base.__dict__["_modules"] = dict(children)
-        self._base.__dict__["_hooks"] = {}
-        for name, part in children.items():
+        self._base = copy.copy(decoder.base)
+        if decoder.reads_tokens and weights is None:
+            setattr(self._base, PER_LAYER, 0)
+        if hasattr(self._base, SLICING):  # only a generation's last tokens need later layers
+            setattr(self._base, SLICING, lambda *given, **_: given[:4])
+        self._base.__dict__["_modules"] = modules = dict(decoder.base._modules)
+        for name, part in decoder.base.named_children():
             if name == decoder._layers:
-                stand_ins = nn.ModuleList(_Recorder(layer, self) for layer in decoder.layers)
-                self._base._modules[name] = stand_ins
+                modules[name] = nn.ModuleList(_Recorder(layer, self) for layer in decoder.layers)
             elif name in (decoder._embedding, decoder._norm):
-                self._base._modules[name] = nn.Identity()
-            else:
-                weightless = next(part.parameters(), None) is None
-                self._base._modules[name] = _on(device, _shallow(part)) if weightless else part
+                modules[name] = nn.Identity()
+            elif next(part.parameters(), None) is None:
+                modules[name] = _on(device, _shallow(part))
+            elif weights is not None:
+                modules[name] = getattr(weights, name)
 
     def record(self, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Record a layer's call; return its hidden states as the layer would."""
@@ -381,15 +501,20 @@ class Frame:
             raise _Recorded
         return (hidden,) if self._tuples else hidden
 
-    def run(self, embeds_NLD: Tensor, positions_NL: Tensor) -> tuple[list[Arguments], Tensor]:
+    def run(
+        self, embeds_NLD: Tensor, positions_NL: Tensor, ids_NL: Tensor | None = None
+    ) -> tuple[list[Arguments], Tensor]:
         """Return each layer's arguments, and the first layer's input.
 
         Args:
             positions_NL: [N, L], or [3, N, L] with M-RoPE.
+            ids_NL: token ids, which per-layer embeddings read.
         """
-        self._calls, self._entry = [], None
+        self._calls, self._entry, more = [], None, {}
+        if self._reads_tokens:
+            more = {"per_layer_inputs": getattr(self._base, TOKEN_INPUTS)(ids_NL, None)}
         try:
-            self._base(inputs_embeds=embeds_NLD, position_ids=positions_NL, use_cache=False)
+            self._base(inputs_embeds=embeds_NLD, position_ids=positions_NL, use_cache=False, **more)
         except _Recorded:
             pass
         assert self._entry is not None

@@ -32,6 +32,8 @@ def pieces(layer: PipelineLayer) -> set[int]:
 
     Empty if the layer is replicated on every rank.
     """
+    if layer.unsharded:
+        return {1}
     division = layer.division
     sizes = {
         _heads(owner, linear) or linear.out_features
