@@ -174,7 +174,8 @@ def _both(one: _Read, other: _Read) -> _Read:
     if other.blocks is not None:  # what hides rows of `one` hides those of blocks, too
         if one.causal or one.chunk is not None or (one.window and other.window):
             raise _refused("an intersection with blocks")
-        return replace(other, window=one.window or other.window, hides=other.window is None)
+        hides = other.hides or one.window is not None
+        return replace(other, window=one.window or other.window, hides=hides)
     if one.chunk and other.chunk:
         raise _refused("chunks in chunks")
     windows = [each.window for each in (one, other) if each.window is not None]
