@@ -677,6 +677,8 @@ def _attend(
         refused.append(f"a mask of its own ({type(attention_mask).__name__})")
     elif key.shape[2] != query.shape[2]:
         refused.append(f"{key.shape[2]} keys for {query.shape[2]} queries")
+    elif attention_mask.rule is is_causal is None and not hasattr(module, "is_causal"):
+        refused.append("a mask of which nothing says whether it is causal")
     elif s_aux is not None and s_aux.shape != query.shape[1:2]:
         refused.append(f"s_aux of shape {list(s_aux.shape)} for {query.shape[1]} heads")
     if refused:
@@ -695,7 +697,7 @@ def _attend(
         rows.value,
         attention_mask,
         scale=scaling,
-        causal=module.is_causal if is_causal is None else is_causal,
+        causal=bool(getattr(module, "is_causal", True) if is_causal is None else is_causal),
         window=sliding_window,
         softcap=softcap,
         sinks_H=s_aux,

@@ -34,7 +34,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -117,7 +117,7 @@ def spans_of(blocks: Tensor, lengths: Sequence[int]) -> tuple[tuple[int, int], .
     for end, length in zip(accumulate(lengths), lengths, strict=True):
         own = ids[end - length : end]
         cuts = [0, *(np.flatnonzero(np.diff(own)) + 1).tolist(), length]
-        runs = [(a, b) for a, b in zip(cuts, cuts[1:], strict=False) if a < b and own[a] >= 0]
+        runs = [(a, b) for a, b in pairwise(cuts) if a < b and own[a] >= 0]
         if len({int(own[a]) for a, _ in runs}) < len(runs):
             raise _refused("blocks of rows that do not follow each other")
         spans += [(end - length + a, end - length + b) for a, b in runs]

@@ -108,7 +108,7 @@ class _Merged(Function):
             made.index_copy_(0, later.queries, part)
             sums.index_copy_(1, later.queries, total)
         if sinks is not None:
-            total = torch.logaddexp(sums, sinks.float()[:, None])
+            total = torch.logaddexp(sums, sinks.to(sums.dtype)[:, None])
             made.mul_(_weight(sums, total, made))
             sums = total
         ctx.save_for_backward(query, key, value, sinks, made, sums, seed)
@@ -136,8 +136,10 @@ class _Merged(Function):
                 total.index_add_(0, place, part)
         of_sinks = None
         if sinks is not None:
-            inner = (gradient.float() * made).sum(-1).t()  # [H, R]
-            of_sinks = -(torch.exp(sinks.float()[:, None] - sums) * inner).sum(1).to(sinks.dtype)
+            inner = (gradient.to(sums.dtype) * made).sum(-1).t()  # [H, R]
+            of_sinks = (
+                -(torch.exp(sinks.to(sums.dtype)[:, None] - sums) * inner).sum(1).to(sinks.dtype)
+            )
         return *gradients, of_sinks, None, None, None
 
 
