@@ -270,6 +270,14 @@ def test_arguments_that_change_nothing_are_ignored():
     assert torch.equal(made, plain)
 
 
+@pytest.mark.parametrize(
+    "use", [lambda mask: mask.dtype, lambda mask: mask[:, 0], lambda mask: torch.ones(2) + mask]
+)
+def test_a_mask_that_a_layer_computes_with_is_refused(use):
+    with pytest.raises(SpecError, match="cannot attend within packed samples"):
+        use(Segments([3, 5], CPU))
+
+
 class Largest(TorchDispatchMode):
     """Elements of the largest tensor that any operator makes."""
 

@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, lru_cache
 from itertools import accumulate, groupby
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -122,6 +122,17 @@ class Rule(NamedTuple):
     window_hides_spans: bool = True
 
 
+class MaskError(SpecError, AttributeError):
+    """A layer reads its mask as a tensor, as indexers of sparse attention do."""
+
+    def __init__(self, use: str) -> None:
+        super().__init__(
+            "A layer of this model cannot attend within packed samples",
+            f"it computes with its attention mask ({use}), which is no tensor on packed rows",
+            "Choose another model family.",
+        )
+
+
 class Segments:
     """Consecutive rows that attend to each other, covering all rows of a slot.
 
@@ -184,14 +195,14 @@ class Segments:
         rows = torch.argsort(sizes, stable=True)
         return to_device(rows, self._device), to_device(torch.argsort(rows), self._device)
 
-    def sorted(self, rows: Any) -> Any:
-        """Return a named tuple of rows in the order of `groups`."""
+    def by_length(self, rows: _Rows) -> _Rows:
+        """Return rows in the order of `groups`."""
         if self.order is None:
             return rows
-        return type(rows)(*(tensor.index_select(0, self.order[0]) for tensor in rows))
+        return _Rows(*(tensor.index_select(0, self.order[0]) for tensor in rows))
 
-    def unsorted(self, rows: Tensor) -> Tensor:
-        """Return rows in their own order again."""
+    def as_before(self, rows: Tensor) -> Tensor:
+        """Return rows in the order of `groups` in their own order again."""
         return rows if self.order is None else rows.index_select(0, self.order[1])
 
     def tensors(self) -> list[Tensor]:
@@ -259,6 +270,17 @@ class Segments:
                 for ends in made
             ]
         return found
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            raise MaskError(f".{name}")
+
+        def __getitem__(self, index: Any) -> Any:
+            raise MaskError("a part of it")
+
+        def __radd__(self, scores: Any) -> Any:
+            raise MaskError("a sum with scores")
 
     @cached_property
     def _together(self) -> bool:
@@ -516,22 +538,21 @@ def _scored(rows: _Rows, within: Segments, to: Segments, how: _How) -> Tensor:
     seen, capped = within.seen(how.rule, to), Capped(scale, how.softcap)
     together = to is within and not how.rule.spans
     if together:
-        rows, shapes = within.sorted(rows), within.groups
-        sizes = [[count * length for count, length in shapes]] * 3
+        rows, shapes = within.by_length(rows), [within.groups] * 3
     else:
-        shapes = [(1, length) for length in within.lengths]
-        sizes = [list(each.lengths) for each in (within, to, to)]
+        shapes = [[(1, length) for length in each.lengths] for each in (within, to, to)]
     parts = [
-        scored(*(some.unflatten(0, (count, -1)) for some in part), how.sinks, keys, capped)
-        for (count, _), keys, *part in zip(
-            shapes,
-            seen,
-            *(one.split(size) for one, size in zip(rows, sizes, strict=True)),
-            strict=True,
-        )
+        [part.unflatten(0, shape) for part, shape in zip(one.split(sizes), each, strict=True)]
+        for one, each in zip(rows, shapes, strict=True)
+        for sizes in [[count * length for count, length in each]]
     ]
-    made = torch.cat([part.flatten(0, 1) for part in parts])
-    return within.unsorted(made) if together else made
+    made = torch.cat(
+        [
+            scored(*part, how.sinks, keys, capped).flatten(0, 1)
+            for *part, keys in zip(*parts, seen, strict=True)
+        ]
+    )
+    return within.as_before(made) if together else made
 
 
 def _dense(kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, how: _How) -> Tensor:
@@ -572,7 +593,7 @@ def _for_every_head(rows: _Rows) -> _Rows:
 
 
 def _grouped(kernel: Kernel, rows: _Rows, within: Segments, how: _How) -> Tensor:
-    rows, window = within.sorted(_for_every_head(rows)), how.rule.window
+    rows, window = within.by_length(_for_every_head(rows)), how.rule.window
     sizes = [count * length for count, length in within.groups]
     parts = []
     for (count, length), *part in zip(
@@ -587,7 +608,7 @@ def _grouped(kernel: Kernel, rows: _Rows, within: Segments, how: _How) -> Tensor
         else:
             made = _masked(query, key, value, how)
         parts.append(made.transpose(1, 2).flatten(0, 1))
-    return within.unsorted(parts[0] if len(parts) == 1 else torch.cat(parts))
+    return within.as_before(parts[0] if len(parts) == 1 else torch.cat(parts))
 
 
 def _masked(query: Tensor, key: Tensor, value: Tensor, how: _How) -> Tensor:

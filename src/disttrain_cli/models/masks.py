@@ -76,8 +76,9 @@ def mask(
     """
     if _segments is None:
         return None
-    rows = sum(_segments.lengths)
-    if attention_mask is not None or q_length != kv_length or batch_size * q_length != rows:
+    own = _segments.cp is not None  # of this rank's rows
+    packed = own or batch_size * q_length == sum(_segments.lengths)
+    if attention_mask is not None or q_length != kv_length or not packed:
         raise _refused("a mask of padding, of a cache or of other rows than the packed ones")
     return seen_by(mask_function, _segments)
 
@@ -113,6 +114,8 @@ def spans_of(blocks: Tensor, lengths: Sequence[int]) -> tuple[tuple[int, int], .
     if blocks.is_meta:
         return ()
     ids = blocks.detach().cpu().flatten().numpy()
+    if len(ids) != sum(lengths):
+        raise _refused(f"blocks of {len(ids)} rows, of {sum(lengths)}")
     spans: list[tuple[int, int]] = []
     for end, length in zip(accumulate(lengths), lengths, strict=True):
         own = ids[end - length : end]
