@@ -271,11 +271,19 @@ def test_arguments_that_change_nothing_are_ignored():
 
 
 @pytest.mark.parametrize(
-    "use", [lambda mask: mask.dtype, lambda mask: mask[:, 0], lambda mask: torch.ones(2) + mask]
+    "use",
+    [
+        lambda mask: mask.dtype,
+        lambda mask: mask[:, 0],
+        lambda mask: mask[:, :7],
+        lambda mask: torch.ones(2) + mask,
+    ],
 )
 def test_a_mask_that_a_layer_computes_with_is_refused(use):
+    segments = Segments([3, 5], CPU)
+    assert segments[:, :, slice(-0, None), :8] is segments
     with pytest.raises(SpecError, match="cannot attend within packed samples"):
-        use(Segments([3, 5], CPU))
+        use(segments)
 
 
 class Largest(TorchDispatchMode):

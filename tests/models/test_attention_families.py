@@ -52,6 +52,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma2": WINDOW | {"attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 8},
     "vaultgemma": WINDOW | {"attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 8},
     "gemma3_text": WINDOW | {"query_pre_attn_scalar": 8},
+    "gemma4_text": WINDOW
+    | {
+        "num_hidden_layers": 5,
+        "layer_types": [LAYERS[number] for number in (1, 0, 1, 1, 0)],
+        "global_head_dim": 16,
+        "num_global_key_value_heads": 1,
+        "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 64,
+    },
     "cohere2": WINDOW,
     "gpt_oss": WINDOW | EXPERTS | {"num_local_experts": 4},
     "mimo_v2_flash": WINDOW | EXPERTS | {"v_head_dim": 4, "n_routed_experts": 4},

@@ -276,8 +276,12 @@ class Segments:
         def __getattr__(self, name: str) -> Any:
             raise MaskError(f".{name}")
 
-        def __getitem__(self, index: Any) -> Any:
-            raise MaskError("a part of it")
+        def __getitem__(self, index: Any) -> Segments:
+            rows = sum(self.lengths)
+            for part in index if isinstance(index, tuple) else (index,):
+                if not isinstance(part, slice) or part.indices(rows) != (0, rows, 1):
+                    raise MaskError("a part of it")
+            return self
 
         def __radd__(self, scores: Any) -> Any:
             raise MaskError("a sum with scores")
