@@ -215,6 +215,49 @@ def test_flash_attention_skips_what_is_hidden(causal, window, share):
     assert found.backward.attention_flops == 2.5 * scores / share
 
 
+@pytest.mark.parametrize(
+    ("dtype", "width", "softcap", "sunk", "attention", "products", "saved"),
+    [
+        # forward FLOPs that run, over model FLOPs: flash attention skips what is hidden
+        (torch.bfloat16, 32, None, False, 0.5, 0.0, 0),
+        (torch.bfloat16, 32, None, True, 0.5, 0.0, 2 * 8),
+        (torch.bfloat16, 16, None, False, 0.5 * 64 / 48, 0.0, 2 * 64 * (2 + 8) * 16),  # padded
+        (torch.float32, 16, None, False, 0.5, 0.0, None),
+        (torch.bfloat16, 32, 2.0, False, 0.0, 1.0, -16),  # one block of scores in memory; no seed
+        (torch.float32, 32, None, True, 0.0, 1.0, -16 + 2 * 16),
+    ],
+)
+def test_attention_is_counted_by_the_kernel_that_runs(
+    dtype, width, softcap, sunk, attention, products, saved
+):
+    class Attention(PipelineLayer):
+        def is_empty(self, state, batch):
+            return False
+
+        def compute(self, state, batch):
+            segments = batch.cache.setdefault("all", Segments([40, 24], torch.device("meta")))
+            given = [state[name] for name in ("query", "key", "value")]
+            sinks = state.get("sinks")
+            return {"y": attend(*given, segments, causal=True, softcap=softcap, sinks_H=sinks)}
+
+    shapes = {"query": (64, 8, 32), "key": (64, 2, 32), "value": (64, 2, width)}
+    shapes |= {"sinks": (8,)} if sunk else {}
+    state = {
+        name: torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
+        for name, shape in shapes.items()
+    }
+    found = layer_operators(Attention(), state, Batch())
+    model = layer_flops(Attention(), state, Batch())
+    scores = 2 * 8 * (40**2 + 24**2) * (32 + width)
+    assert (model.forward, model.backward) == (scores, 2 * scores)
+    assert found.forward.attention_flops == pytest.approx(attention * scores)
+    assert found.forward.product_flops == products * scores
+    if saved is not None:  # inputs, result, a log-sum per row and head, flash attention's seed
+        size = dtype.itemsize
+        rows = 64 * size * (8 * 32 + 2 * 32 + 2 * width + 8 * width)
+        assert found.saved_bytes == rows + 4 * 8 * 64 + 16 + saved
+
+
 def test_the_head_keeps_its_logits(make_run):
     length, vocabulary, width = 32, 261, 48
     found, _ = operators(make_run(), "llm.head", documents=[[length]], length=length)

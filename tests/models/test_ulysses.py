@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from disttrain_cli.runtime.launching.launch import launch
-from tests.models.ulysses_worker import CASES, CP, GATHERED
+from tests.models.ulysses_worker import CASES, CP, FEATURES, GATHERED
 
 
 @pytest.fixture(scope="module")
@@ -22,6 +22,19 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
 @pytest.mark.parametrize("name", [*CASES, *GATHERED])
 def test_own_rows_are_those_of_attention_over_all(found: list[dict[str, float]], name: str) -> None:
     assert max(rank[name] for rank in found) < 2e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["by heads", "gathered"])
+@pytest.mark.parametrize("name", FEATURES)
+def test_features_of_attention_are_those_without_a_group(
+    found: list[dict[str, float]], name: str, way: str
+) -> None:
+    apart = [rank[f"{way}, {name}"] for rank in found]
+    if (way, name) == ("gathered", "spans"):
+        assert apart == [-1.0] * CP  # refused
+    else:
+        assert min(apart) >= 0.0 and max(apart) < 2e-6
 
 
 def busiest_over_mean(lengths: list[int], cp: int) -> float:

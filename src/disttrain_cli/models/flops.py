@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from disttrain_cli.models.attention import unpadded
 from disttrain_cli.models.graph import build_layers, describe, layer_table, of_model
 from disttrain_cli.models.layer import Batch, PipelineLayer
 from disttrain_cli.models.probe import probe_batch, probe_work, state_at
@@ -55,14 +56,15 @@ def layer_flops(layer: PipelineLayer, state: Mapping[str, Tensor], batch: Batch)
     """
     from torch.utils.flop_counter import FlopCounterMode
 
-    model = {
+    model: dict[Any, Callable[..., int]] = {
         operator: _without_scores(operator)
         for operator in (
             torch.ops.torch_attn._varlen_attn_backward,
             torch.ops.aten._scaled_dot_product_efficient_attention_backward,
         )
     }
-    with SignatureMode(), FlopCounterMode(display=False) as forward:
+    model[torch.ops.disttrain.scores] = lambda *_, **__: 0  # computed again
+    with unpadded(), SignatureMode(), FlopCounterMode(display=False) as forward:
         results = [tensor for tensor in layer(dict(state), batch).values() if tensor.requires_grad]
     seeds = [torch.ones_like(tensor) for tensor in results]
     inputs = [tensor for tensor in state.values() if tensor.requires_grad]
@@ -101,7 +103,9 @@ def _without_scores(operator: Any) -> Callable[..., int]:
     from torch.utils.flop_counter import flop_registry
 
     def counted(*args: Any, **kwargs: Any) -> int:
-        return flop_registry[operator](*args, **kwargs) * 4 // 5
+        flops = flop_registry[operator](*args, **kwargs)
+        keys, values = (args[number].shape[-1] for number in (1, 3))
+        return flops * (2 * keys + 2 * values) // (3 * keys + 2 * values)
 
     counted._get_raw = True  # type: ignore[attr-defined]  # tensors, not their shapes
     return counted
