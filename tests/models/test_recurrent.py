@@ -1,0 +1,206 @@
+"""Stock models with recurrent mixers: packed documents equal documents one at a time."""
+
+import copy
+import gc
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from disttrain_cli.models import recurrent
+from disttrain_cli.models.attention import PACKED, Segments, _attend, packed
+
+#: Alone, shorter than a convolution's kernel and than a chunk, longer than both, several of one
+#: length; the last one stands for padding.
+LENGTHS = [5, 1, 9, 3, 70, 2, 5, 130, 1, 6]
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 61,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+KDA = {
+    **EXPERTS,
+    "num_key_value_heads": 4,
+    "linear_num_heads": 2,
+    "linear_head_dim": 8,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+MAMBA = {"mamba_d_state": 8, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_chunk_size": 16}
+#: Mixers of each family, and its tiny configuration.
+FAMILIES: dict[str, tuple[set[str], dict[str, Any]]] = {
+    "qwen3_5_text": ({"Qwen3_5GatedDeltaNet"}, DELTA),
+    "qwen3_5_moe_text": (
+        {"Qwen3_5MoeGatedDeltaNet"},
+        {**DELTA, **EXPERTS, "shared_expert_intermediate_size": 16},
+    ),
+    "qwen3_next": (
+        {"Qwen3NextGatedDeltaNet"},
+        {**DELTA, **EXPERTS, "shared_expert_intermediate_size": 16},
+    ),
+    "olmo_hybrid": ({"OlmoHybridGatedDeltaNet"}, {**DELTA, "linear_num_key_heads": 4}),
+    "kimi_linear": ({"KimiLinearDeltaAttention"}, KDA),
+    "bailing_hybrid": ({"BailingHybridDeltaAttention"}, KDA),
+    "minimax": (
+        {"MiniMaxLightningAttention"},
+        {
+            "num_local_experts": 4,
+            "block_size": 16,
+            "layer_types": ["linear_attention", "full_attention"],
+        },
+    ),
+    "lfm2": ({"Lfm2ShortConv"}, {"layer_types": ["conv", "full_attention"]}),
+    "lfm2_moe": (
+        {"Lfm2MoeShortConv"},
+        {**EXPERTS, "num_dense_layers": 1, "layer_types": ["conv", "full_attention"]},
+    ),
+    "lfm3": ({"Lfm3ShortConv"}, {}),
+    "bamba": ({"BambaMixer"}, {**MAMBA, "attn_layer_indices": [1]}),
+    "falcon_h1": ({"FalconH1Mixer"}, {**MAMBA, "mamba_d_ssm": 64}),
+    "granitemoehybrid": (
+        {"GraniteMoeHybridMambaLayer"},
+        {**MAMBA, "num_local_experts": 4, "layer_types": ["mamba", "attention"]},
+    ),
+    "nemotron_h": (
+        {"NemotronHMamba2Mixer"},
+        {
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 16,
+            "ssm_state_size": 8,
+            "chunk_size": 16,
+            "n_groups": 1,
+            "layers_block_type": ["linear_attention", "full_attention"],
+        },
+    ),
+    "zamba": (
+        {"ZambaMambaMixer", "ZambaMambaDecoderLayer"},
+        {
+            "num_hidden_layers": 3,
+            "layers_block_type": ["mamba", "hybrid", "hybrid"],
+            "mamba_dt_rank": 4,
+            "attention_hidden_size": 64,
+        },
+    ),
+    "zamba2": (
+        {"Zamba2MambaMixer", "Zamba2MambaDecoderLayer"},
+        {
+            "layers_block_type": ["mamba", "hybrid"],
+            "n_mamba_heads": 4,
+            "mamba_d_state": 8,
+            "chunk_size": 16,
+        },
+    ),
+    "jamba": (
+        {"JambaMambaMixer"},
+        {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "mamba_dt_rank": 4},
+    ),
+    "mamba": ({"MambaMixer"}, {"time_step_rank": 4}),
+    "mamba2": ({"Mamba2Mixer"}, {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1}),
+    "falcon_mamba": ({"FalconMambaMixer"}, {"time_step_rank": 4}),
+    "recurrent_gemma": (
+        {"RecurrentGemmaRecurrentBlock"},
+        {"block_types": ["recurrent", "attention"], "lru_width": 32},
+    ),
+    "zaya": (
+        {"ZayaCCAProjection"},
+        {"num_experts": 4, "num_experts_per_tok": 1, "moe_intermediate_size": 16},
+    ),
+    "rwkv": ({"RwkvSelfAttention", "RwkvFeedForward"}, {"attention_hidden_size": 32}),
+    "xlstm": ({"xLSTMLayer"}, {"num_blocks": 2, "num_heads": 4}),
+}
+
+
+def model_of(family: str) -> Any:
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    kind = CONFIG_MAPPING[family]
+    fields = kind()
+    sizes = {name: value for name, value in SIZES.items() if hasattr(fields, name)}
+    if isinstance(getattr(kind, "head_dim", None), property):
+        del sizes["head_dim"]
+    torch.manual_seed(0)
+    config = kind(**{**sizes, **FAMILIES[family][1]})
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+    for name, parameter in model.named_parameters():
+        if parameter.ndim > 1 or name.endswith("A_log"):  # slow decays: more to leak, less rounding
+            nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+#: One family of each kind of mixer; the others take as long again.
+EACH_KIND = ("qwen3_5_text", "kimi_linear", "minimax", "lfm2", "bamba", "jamba", "zaya")
+
+
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(one, marks=[pytest.mark.slow] * (one not in EACH_KIND)) for one in FAMILIES],
+)
+def test_packed_documents_equal_documents_one_at_a_time(family, monkeypatch):
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    model = model_of(family)
+    ids = torch.randint(3, 61, (sum(LENGTHS),))
+    alone = [model(input_ids=one[None], use_cache=False).logits[0] for one in ids.split(LENGTHS)]
+    loss = torch.randn(len(ids) - LENGTHS[-1], 61)
+    expected = torch.cat(alone[:-1])
+    (expected * loss).sum().backward()
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad()
+
+    within = Segments(LENGTHS, torch.device("cpu"))
+    packed(model.config)
+    monkeypatch.setitem(
+        ALL_ATTENTION_FUNCTIONS,
+        PACKED,
+        lambda module, q, k, v, mask, **named: _attend(module, q, k, v, within, **named),
+    )
+    monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS, PACKED, lambda *_, **__: None)
+    model.set_attn_implementation(PACKED)
+    layers = next(part for part in model.modules() if isinstance(part, nn.ModuleList))
+    found = [mixer for layer in layers for mixer in recurrent.mixers(layer).values()]
+    assert {type(mixer).__name__ for mixer in found} == FAMILIES[family][0]
+    for layer in layers:
+        recurrent.restart(layer)
+    positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
+    given = {} if family in ("rwkv", "xlstm") else {"position_ids": positions}
+    with recurrent.documents(within):
+        made = model(input_ids=ids[None], use_cache=False, **given).logits[0]
+    made = made[: -LENGTHS[-1]]
+    (made * loss).sum().backward()
+    same(made, expected, family)
+    for name, parameter in model.named_parameters():
+        assert (parameter.grad is None) == (gradients[name] is None), name
+        if parameter.grad is not None:
+            same(parameter.grad, gradients[name], name)
+
+
+def same(made: Tensor, expected: Tensor, what: str, tolerance: float = 1e-5) -> None:
+    error = float(((made - expected).abs().max() / expected.abs().max().clamp(min=1e-6)).detach())
+    assert error < tolerance, f"{what}: {error:.1e}"
