@@ -286,7 +286,7 @@ def test_degrees_and_shards(tower, architecture):
         if layer.kind == "projector":  # a partial sum each: together they are the whole layer's
             total = sum(part(dict(state), batch)["image_embeds"] for part in parts)
             # alone, each part of an undivided linear makes all rows
-            total = total - 3 * layer.mlp[2].bias if layer.division.row else total / 4
+            total = total - 3 * layer.mlp[2].bias if linears(layer, 1) else total / 4
             torch.testing.assert_close(
                 total, layer(dict(state), batch)["image_embeds"], rtol=1e-5, atol=1e-5
             )

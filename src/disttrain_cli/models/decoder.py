@@ -25,7 +25,7 @@ from disttrain_cli.models.building import LayerMaker
 from disttrain_cli.models.configs.decoders import DYNAMIC, FAMILIES
 from disttrain_cli.models.context_parallel import assembled, own_part
 from disttrain_cli.models.cross_entropy import cross_entropy
-from disttrain_cli.models.division import Division
+from disttrain_cli.models.division import colwise, rowwise, vocabulary
 from disttrain_cli.models.fused import (
     RmsNorm,
     gated_mlp,
@@ -92,7 +92,7 @@ class Embed(DecoderLayer):
 
     kind = "embed"
     needs = ("tokens",)
-    division = Division(vocabulary=("embedding",))
+    division = vocabulary("embedding")
 
     def __init__(self, module: str, config: Any, reads: tuple[str, ...]) -> None:
         super().__init__()
@@ -140,9 +140,10 @@ class Block(DecoderLayer):
     row_by_row = True
     reads: tuple[str, ...] = ("hidden",)
     needs: tuple[str, ...] = ("layout",)
-    division = Division(
-        column=("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), row=("o_proj", "down_proj")
-    )
+    division = {
+        **colwise("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"),
+        **rowwise("o_proj", "down_proj"),
+    }
 
     def __init__(self, module: str, number: int, config: Any) -> None:
         super().__init__()
@@ -233,7 +234,7 @@ class Head(DecoderLayer):
     kind = "head"
     reads = ("hidden",)
     loss = "text"
-    division = Division(vocabulary=("lm_head",))
+    division = vocabulary("lm_head")
 
     def __init__(self, module: str, config: Any, weight: float, feeds_generator: bool) -> None:
         super().__init__()
