@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from disttrain_cli.models import recurrent
 from disttrain_cli.models.attention import PACKED, Segments, _attend, packed
+from disttrain_cli.models.division import piece, shard_of, whole_shape
+from disttrain_cli.models.tensor_parallel import pieces, shard
 
 #: Alone, shorter than a convolution's kernel and than a chunk, longer than both, several of one
 #: length; the last one stands for padding.
@@ -199,6 +201,122 @@ def test_packed_documents_equal_documents_one_at_a_time(family, monkeypatch):
         assert (parameter.grad is None) == (gradients[name] is None), name
         if parameter.grad is not None:
             same(parameter.grad, gradients[name], name)
+
+
+def mixer_of(family: str) -> tuple[nn.Module, str]:
+    """Return the first decoder layer of a family, and the path of its mixer."""
+    model = model_of(family)
+    layer = next(part for part in model.modules() if isinstance(part, nn.ModuleList))[0]
+    return layer, next(iter(recurrent.mixers(layer)))
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
+def test_a_mixer_restarts_in_all_sequences_of_a_microbatch(dtype, tolerance):
+    layer, path = mixer_of("qwen3_5_text")
+    stock = layer.get_submodule(path).to(dtype)
+    lengths = [3, 70, 7, 65, 3, 12]  # two sequences of 80 rows
+    hidden, weights = torch.randn(2, 2, 80, 32).to(dtype)
+    rows = hidden.clone().requires_grad_()
+    alone = [stock(part[None])[0] for part in rows.flatten(0, 1).split(lengths)]
+    expected = torch.cat(alone).view_as(hidden)
+    (expected * weights).sum().backward()
+    gradients = [parameter.grad for parameter in stock.parameters()]
+    stock.zero_grad()
+
+    assert recurrent.restart(layer) == [path]
+    given = hidden.clone().requires_grad_()
+    with recurrent.documents(Segments(lengths, hidden.device)):
+        made = stock(hidden_states=given)
+    (made * weights).sum().backward()
+    same(made, expected, "output", tolerance)
+    same(given.grad, rows.grad, "gradient of the input", tolerance)
+    for (name, parameter), gradient in zip(stock.named_parameters(), gradients, strict=True):
+        same(parameter.grad, gradient, name, tolerance)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "bamba", "lfm2"])
+def test_padding_that_is_not_finite_stays_in_its_document(family):
+    layer, path = mixer_of(family)
+    recurrent.restart(layer)
+    hidden = torch.randn(1, 20, 32)
+    hidden[:, 12:] = torch.inf
+    hidden.requires_grad_()
+    with recurrent.documents(Segments([5, 7, 8], hidden.device)):
+        made = layer.get_submodule(path)(hidden)[:, :12]
+    made.sum().backward()
+    assert made.isfinite().all() and hidden.grad[:, :12].isfinite().all()
+
+
+def test_rows_without_documents_are_refused():
+    layer, path = mixer_of("lfm2")
+    recurrent.restart(layer)
+    with pytest.raises(LookupError):
+        layer.get_submodule(path)(torch.randn(1, 4, 32))
+
+
+class Summing(nn.Module):
+    """Mixer with a kernel that takes borders, and heeds them if `heeds`."""
+
+    def __init__(self, heeds: bool) -> None:
+        super().__init__()
+        self.heeds, self.calls = heeds, 0
+
+    def forward(self, rows, state=None, cu_seq_lens_q=None, seq_idx=None):
+        self.calls += 1
+        if not self.heeds or seq_idx is None:
+            return rows.cumsum(1)
+        whole = cu_seq_lens_q.diff().tolist()
+        assert seq_idx[0].bincount().tolist() == whole
+        return torch.cat([part.cumsum(1) for part in rows.split(whole, 1)], 1)
+
+
+@pytest.mark.parametrize("heeds", [False, True])
+def test_kernels_that_heed_borders_run_once_over_all_rows(heeds):
+    recurrent._tried.clear()
+    mixer = Summing(heeds)
+    layer = nn.Sequential(mixer)
+    assert recurrent.restart(layer) == ["0"]
+    rows = torch.randn(1, 12, 4)
+    lengths = [3, 5, 4]
+    with recurrent.documents(Segments(lengths, rows.device)):
+        layer(rows)  # tries
+        mixer.calls = 0
+        made = layer(rows)
+    assert mixer.calls == (1 if heeds else len(lengths))
+    assert torch.equal(made, torch.cat([part.cumsum(1) for part in rows.split(lengths, 1)], 1))
+    recurrent._tried.clear()
+
+
+BY_HEADS = ("qwen3_5_text", "qwen3_next", "olmo_hybrid", "kimi_linear", "bailing_hybrid")
+
+
+@pytest.mark.parametrize("family", BY_HEADS)
+def test_shards_by_heads_sum_to_the_whole_mixer(family):
+    layer, path = mixer_of(family)
+    whole = layer.get_submodule(path)
+    layer.name, layer.division = family, recurrent.division(layer)
+    assert layer.division and not any(count % 2 for count in pieces(layer))
+    shards = [shard(copy.deepcopy(layer), tp=2, rank=rank) for rank in range(2)]
+    mixers = [one.get_submodule(path) for one in shards]
+    hidden = torch.randn(2, 70, 32)
+    inputs = [hidden.clone().requires_grad_() for _ in range(3)]
+    expected, *partial = [
+        mixer(rows) for mixer, rows in zip((whole, *mixers), inputs, strict=True)
+    ]
+    weights = torch.randn_like(expected)
+    for made in (expected, *partial):
+        (made * weights).sum().backward()
+    same(sum(partial), expected, "output")
+    same(inputs[1].grad + inputs[2].grad, inputs[0].grad, "gradient of the input")
+    for name, parameter in whole.named_parameters():
+        own = [mixer.get_parameter(name) for mixer in mixers]
+        if shard_of(own[0]) is None:
+            same(own[0].grad + own[1].grad, parameter.grad, name)
+        for one in own:
+            if shard_of(one) is not None:
+                assert whole_shape(one) == parameter.shape
+                assert torch.equal(one, piece(parameter, shard_of(one)))
+                same(one.grad, piece(parameter.grad, shard_of(one)), name)
 
 
 def same(made: Tensor, expected: Tensor, what: str, tolerance: float = 1e-5) -> None:

@@ -19,6 +19,7 @@ from disttrain_cli.models.probe import probe_batch, probe_work, state_at
 from disttrain_cli.models.published import on_meta
 from disttrain_cli.models.qwen_vision import layout
 from disttrain_cli.models.sharding import tp_degrees
+from disttrain_cli.models.tensor_parallel import linears
 from disttrain_cli.models.towers import positions
 
 SQUARE = {

@@ -29,6 +29,7 @@ from torch._subclasses import FakeTensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from disttrain_cli.models.attention import Segments
+from disttrain_cli.models.division import Division, Sharding, colwise, per_head, rowwise
 from disttrain_cli.models.host import waiting
 
 #: Parameters of a module's forward that pass the state of earlier tokens, or ask for it.
@@ -59,6 +60,46 @@ def restart(layer: nn.Module) -> list[str]:
     for mixer in found.values():
         mixer.__class__ = _restarting(type(mixer))
     return list(found)
+
+
+def division(layer: nn.Module) -> Division:
+    """Return the shardings by heads of the mixers of a library's decoder layer, by path.
+
+    A mixer is sharded only if all its weights are known here and none mixes heads (as Mamba's B
+    and C and a norm over all heads do). All others are replicated.
+    """
+    made: Division = {}
+    for path, mixer in mixers(layer).items():
+        known = _by_heads(mixer)
+        names = {
+            name.removesuffix(".weight").removesuffix(".bias")
+            for name, _ in mixer.named_parameters()
+        }
+        if names <= known.keys():
+            made |= {f"{path}.{name}": known[name] for name in sorted(names)}
+    return made
+
+
+def _by_heads(mixer: Any) -> Division:
+    """Return the shardings of the weights of mixers with the (Kimi) gated delta rule, by path."""
+    if hasattr(mixer, "num_k_heads"):
+        packed = (mixer.key_dim, mixer.key_dim, mixer.value_dim)
+    elif hasattr(mixer, "qkv_dim"):
+        packed = (mixer.qkv_dim,) * 3
+    else:
+        return {}
+    gate = getattr(mixer, "forget_gate", mixer)
+    return {
+        **colwise("in_proj_qkv", "conv1d", packed=packed),
+        **colwise("q_proj", "k_proj", "v_proj", "in_proj_qkvz", "in_proj_z", "in_proj_ba"),
+        **colwise("in_proj_a", "in_proj_b", "a_proj", "b_proj", "g_proj", "g_b_proj"),
+        **colwise("A_log", "dt_bias", "forget_gate.dt_bias"),
+        **colwise("forget_gate.f_proj", "forget_gate.f_b_proj"),
+        # [heads], or [1, 1, heads, 1]
+        "forget_gate.A_log": Sharding(2 if gate.A_log.ndim == 4 else 0),
+        **per_head("norm", "o_norm", "g_a_proj", "forget_gate.f_a_proj"),
+        **rowwise("out_proj", "o_proj"),
+    }
 
 
 @contextmanager
