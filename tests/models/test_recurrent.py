@@ -13,6 +13,9 @@ from torch import Tensor, nn
 from disttrain_cli.models import recurrent
 from disttrain_cli.models.attention import PACKED, Segments, _attend, packed
 from disttrain_cli.models.division import piece, shard_of, whole_shape
+from disttrain_cli.models.flops import layer_flops
+from disttrain_cli.models.layer import Batch, PipelineLayer
+from disttrain_cli.models.operators import layer_operators
 from disttrain_cli.models.tensor_parallel import pieces, shard
 
 #: Alone, shorter than a convolution's kernel and than a chunk, longer than both, several of one
@@ -285,6 +288,47 @@ def test_kernels_that_heed_borders_run_once_over_all_rows(heeds):
     assert mixer.calls == (1 if heeds else len(lengths))
     assert torch.equal(made, torch.cat([part.cumsum(1) for part in rows.split(lengths, 1)], 1))
     recurrent._tried.clear()
+
+
+class Counted(PipelineLayer):
+    """Recurrent mixer as a pipeline layer."""
+
+    name, module, kind, reads, by_rows = "llm.block.0", "llm", "block", ("hidden",), True
+
+    def __init__(self, family: str) -> None:
+        super().__init__()
+        layer, path = mixer_of(family)
+        recurrent.restart(layer)
+        self.mixer = layer.get_submodule(path)
+
+    def is_empty(self, state: dict[str, Tensor], batch: Batch) -> bool:
+        return False
+
+    def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
+        hidden, lengths = state["hidden"], batch.sample_lengths
+        assert lengths
+        with recurrent.documents(Segments(lengths, hidden.device)):
+            made = self.mixer(hidden.unflatten(0, batch.token_ids.shape))
+        return {"hidden": made.flatten(0, 1)}
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "kimi_linear", "lfm2", "bamba"])
+def test_model_flops_are_linear_in_the_tokens(family):
+    """Chunks are counted in full on the meta device, where nothing can be tried."""
+    layer = Counted(family).to("meta").bfloat16()
+    counts = []
+    for sequences, length in ((1, 256), (1, 512), (2, 512)):
+        rows = torch.empty(sequences * length, 32, device="meta", dtype=torch.bfloat16)
+        ids = torch.empty(sequences, length, device="meta", dtype=torch.int64)
+        batch = Batch(token_ids=ids, sample_lengths=[length] * sequences)
+        counts.append(layer_flops(layer, {"hidden": rows.requires_grad_()}, batch))
+        kernels = layer_operators(layer, {"hidden": rows}, batch)
+    one, two, four = (count.forward for count in counts)
+    assert four == 2 * two and two == pytest.approx(2 * one, rel=0.06)
+    assert counts[0].backward == pytest.approx(2 * one, rel=0.1)
+    if family in ("qwen3_5_text", "kimi_linear"):  # the kernels, not a loop over chunks
+        assert kernels.forward.kernels + kernels.backward.kernels < 200
+        assert kernels.saved_bytes / (1024 * 32 * 2) < 40
 
 
 BY_HEADS = ("qwen3_5_text", "qwen3_next", "olmo_hybrid", "kimi_linear", "bailing_hybrid")

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import cache, partial
 from typing import Any
@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from disttrain_cli.models import delta_rule
 from disttrain_cli.models.attention import Segments
 from disttrain_cli.models.division import Division, Sharding, colwise, per_head, rowwise
 from disttrain_cli.models.host import waiting
@@ -35,7 +36,7 @@ from disttrain_cli.models.host import waiting
 #: Parameters of a module's forward that pass the state of earlier tokens, or ask for it.
 _CACHES = {"cache_params", "past_key_values", "state", "use_cache"}
 #: Names under which modules take the borders of documents, depending on the kernels they call.
-_BORDERS = (("cu_seq_lens_q", "seq_idx"), ("cu_seqlens", "seq_idx"), ("seq_idx",))
+_NAMES = (("cu_seq_lens_q", "seq_idx"), ("cu_seqlens", "seq_idx"), ("seq_idx",))
 #: Lengths of the documents of a trial: longer than a chunk of the kernels (64), and shorter.
 _TRIAL = (70, 3)
 
@@ -128,16 +129,20 @@ def _restarting(kind: type[nn.Module]) -> type[nn.Module]:
 
     def forward(self: nn.Module, *args: Any, **named: Any) -> Any:
         hidden_MLD, *rest = args or (named.pop(first),)
-        call = partial(kind.forward, self)
+        call: Callable[..., Any] = partial(kind.forward, self)
         leaves, structure = tree_flatten(((hidden_MLD, *rest), named))
-        names, within = _borders(kind, call, hidden_MLD), _documents.get()
+        within, running = _documents.get(), nullcontext()
+        names = _borders(kind, self.training, call, hidden_MLD)
         if names is not None:
-            call = partial(call, **_named(names, within))
-            within = Segments([sum(within.lengths)], hidden_MLD.device)
+            call = partial(call, **{name: within.borders[name] for name in names})
+            sequences, length = hidden_MLD.shape[:2]
+            rows = [length] * sequences if _counted(hidden_MLD) else [sequences * length]
+            within, running = Segments(rows, hidden_MLD.device), _running(kind, hidden_MLD)
         parts = zip(*(_cut(leaf, hidden_MLD.shape[:2], within) for leaf in leaves), strict=True)
         made = []
-        for args, options in (tree_unflatten(part, structure) for part in parts):
-            made.append(call(*args, **options))
+        with running:
+            for args, options in (tree_unflatten(part, structure) for part in parts):
+                made.append(call(*args, **options))
         outputs, of_one = zip(*map(tree_flatten, made), strict=True)
         joined = [_joined(list(one), hidden_MLD.shape[:2], within) for one in zip(*outputs)]
         if joined[0] is None:
@@ -177,26 +182,37 @@ _tried: dict[tuple[Any, ...], tuple[str, ...] | None] = {}
 
 
 def _borders(
-    kind: type[nn.Module], call: Callable[..., Any], like: Tensor
+    kind: type[nn.Module], training: bool, call: Callable[..., Any], like: Tensor
 ) -> tuple[str, ...] | None:
     """Return the names under which a class takes borders and heeds them; None if it does not.
 
-    On the meta device and with fake tensors there is nothing to try.
+    On meta and fake devices nothing can be tried: there the delta rule counts as kernels that heed
+    borders (`delta_rule`), and all else runs as it would without kernels.
     """
-    if like.is_meta or isinstance(like, FakeTensor):
-        return None
-    key = kind, like.device, like.dtype
+    if _counted(like):
+        return () if any(name in _globals(kind) for name in delta_rule.REPLACED) else None
+    key = kind, training, like.device, like.dtype
     if key not in _tried:
         with waiting(like.device), torch.enable_grad():
-            _tried[key] = next((names for names in _BORDERS if _heeds(call, names, like)), None)
+            _tried[key] = next((names for names in _NAMES if _heeds(call, names, like)), None)
     return _tried[key]
 
 
-def _named(names: tuple[str, ...], within: Segments) -> dict[str, Tensor]:
-    """Return borders as arguments: first rows of documents, or the document of every row."""
-    of_rows = torch.arange(len(within.lengths), dtype=torch.int32, device=within.starts.device)
-    seq_idx = of_rows.repeat_interleave(within.starts.diff(), output_size=sum(within.lengths))
-    return {name: seq_idx[None] if name == "seq_idx" else within.starts for name in names}
+def _running(kind: type[nn.Module], like: Tensor) -> AbstractContextManager[None]:
+    """Return the context in which kernels run that take borders.
+
+    They read the number of chunks on the host, once per batch.
+    """
+    return delta_rule.counted(_globals(kind)) if _counted(like) else waiting(like.device)
+
+
+def _counted(like: Tensor) -> bool:
+    return like.is_meta or isinstance(like, FakeTensor)
+
+
+def _globals(kind: type[nn.Module]) -> dict[str, Any]:
+    names: dict[str, Any] = inspect.unwrap(kind.forward).__globals__
+    return names
 
 
 def _heeds(call: Callable[..., Any], names: tuple[str, ...], like: Tensor) -> bool:
@@ -204,10 +220,12 @@ def _heeds(call: Callable[..., Any], names: tuple[str, ...], like: Tensor) -> bo
 
     Without them it must, or the trial would prove nothing.
     """
+    borders = Segments(_TRIAL, like.device).borders
+    given = {name: borders[name] for name in names}
     try:
-        given = _named(names, Segments(_TRIAL, like.device))
         return _leaks(call, like) and not _leaks(partial(call, **given), like)
-    except (TypeError, ValueError):  # unknown names; or borders refused without the kernels
+    # unknown names; borders refused without the kernels; a width or dtype that kernels lack
+    except (TypeError, ValueError, AssertionError, RuntimeError):
         return False
 
 
