@@ -20,9 +20,21 @@ TINY = dict(
     n_head=4, ffn_dim=96, word_embed_proj_dim=64, decoder_layers=4,
 )  # fmt: skip
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}}
 #: Fields that the general ones do not fit.
 OF_FAMILY = {
-    "dots1": {"n_routed_experts": 4},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "deepseek_v2": {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+    },
+    "ministral": {"head_dim": 16},
+    "nemotron": {"num_key_value_heads": 2},
+    "qwen2_5_vl_text": MROPE,
+    "qwen3_vl_text": MROPE,
+    "glm4v_text": MROPE,
     "cohere_compass_text": {
         "layer_types": ["sliding_attention", "full_attention"] * 2,
         "rope_parameters": {
@@ -62,33 +74,49 @@ def fields_of(name):
     if "kv_lora_rank" in fields:  # every head has keys and values of its own
         fields |= {"num_key_value_heads": 4}
         fields.pop("head_dim", None)
-    return fields | dropout | TOKENS | OF_FAMILY.get(name, {})
+    tokens = {field: token for field, token in TOKENS.items() if field in known}
+    return fields | dropout | tokens | OF_FAMILY.get(name, {})
 
 
-def reference(model, ids, labels):
-    """Return the loss and the gradients of a model that sees one document at a time."""
+def reference(model, ids, labels, head=None):
+    """Return the loss and the gradients of a model that sees one document at a time.
+
+    `head` is that of a class that has none.
+    """
     total = torch.zeros(())
     for part, wanted in zip(ids.split(LENGTHS), labels.split(LENGTHS), strict=True):
-        logits = model(input_ids=part[None], use_cache=False).logits[0].float()
-        total = total + torch.nn.functional.cross_entropy(logits, wanted, reduction="sum")
+        made = model(input_ids=part[None], use_cache=False)
+        logits = head(made.last_hidden_state)[0] if "logits" not in made else made.logits[0]
+        total = total + torch.nn.functional.cross_entropy(logits.float(), wanted, reduction="sum")
     total.backward()
     return total.detach()
 
 
-FAMILIES = [
-    "llama",
-    "gemma2",
-    "cohere",
-    "qwen3_moe",
-    "phi3",
-    "olmo2",
-    "deepseek_v3",
-    "laguna",
-    "apertus",
-    "gpt_neox",
-    "granite",
-    "minimax_m2",
-    "youtu",
-    "beam",
-]
-REFUSED = {"hrm_text": "no layers", "gpt2": "no embed_tokens"}
+#: Families that run; those of the library's pipeline plans, and those of `configs.decoders`.
+FAMILIES = """
+afmoe apertus arcee aria_text axk1 bailing_hybrid beam cohere cohere2 cohere2_moe
+cohere_compass_text cwm deepseek_v2 deepseek_v3 dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe
+falcon_h1 flex_olmo flint gemma gemma2 gemma3_text gemma4_text gemma4_unified_text glm glm4
+glm4_moe glm4_moe_lite glm4v_text gpt_neox gpt_oss granite granite_swa granitemoe helium hy_v3
+hyperclovax internlm3 iquestcoder jais2 kimi_linear kolibri1 laguna lfm2 llama llama4_text mellum
+mimo_v2_flash minicpm3 minimax minimax_m2 minimax_m3_vl_text ministral ministral3 mistral mixtral
+nemotron olmo olmo2 olmo3 olmo_hybrid olmoe phi phi3 phi4_multimodal qwen2 qwen2_5_vl_text
+qwen2_moe qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next qwen3_vl_text seed_oss smollm3
+solar_open stablelm starcoder2 vaultgemma youtu
+""".split()
+#: Those that do not, with a word of the reason.
+REFUSED = {
+    "axk2": "computes with its attention mask",
+    "deepseek_v32": "computes with its attention mask",
+    "deepseek_v4": "its classes fail",
+    "doge": "computes with its attention mask",
+    "dots3_note_text": "computes with its attention mask",
+    "gemma3n_text": "its classes fail",
+    "glm_moe_dsa": "computes with its attention mask",
+    "gpt2": "no pipeline plan",
+    "hrm_text": "no layers",
+    "hy_v4": "its classes fail",
+    "inkling_text": "its embedding",
+    "longcat_flash": "its classes fail",
+    "nanochat": "no pipeline plan",
+}

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from disttrain_cli.models import symmetric
-from disttrain_cli.models.division import Division
+from disttrain_cli.models.division import colwise, rowwise
 from disttrain_cli.models.group import Group
 from disttrain_cli.models.layer import Batch, PipelineLayer
 from disttrain_cli.models.overlapped import ColumnLinear, RowLinear
@@ -43,7 +43,7 @@ class Toy(PipelineLayer):
     row-parallel one."""
 
     name, by_rows, row_by_row = "toy", True, True
-    division = Division(column=("query", "key", "gate"), row=("down",))
+    division = colwise("query", "key", "gate") | rowwise("down")
 
     def __init__(self, bias: bool) -> None:
         super().__init__()

@@ -17,7 +17,14 @@ from disttrain_cli.models.group import Group
 from disttrain_cli.models.layer import Batch
 from disttrain_cli.models.tensor_parallel import join, pieces, shard
 from disttrain_cli.spec.runfile.model import ModuleSpec
-from tests.models.any_decoder import FAMILIES, LENGTHS, REFUSED, fields_of, reference
+from tests.models.any_decoder import (
+    FAMILIES,
+    LENGTHS,
+    REFUSED,
+    VOCABULARY,
+    fields_of,
+    reference,
+)
 
 TP = 2
 CLOSE = {"rtol": 1e-4, "atol": 1e-6}
@@ -85,8 +92,7 @@ def test_packed_documents_equal_the_librarys_own_model(name):
     config, layers = built(name)
     divides = not any(count % TP for layer in layers for count in pieces(layer))
     shards = [
-        [shard(layer, tp=TP, rank=rank) for layer in built(name)[1]]
-        for rank in range(TP * divides)
+        [shard(layer, tp=TP, rank=rank) for layer in built(name)[1]] for rank in range(TP * divides)
     ]
     plain = copy.deepcopy(config)
     plain._attn_implementation, plain.tie_word_embeddings = "eager", False
@@ -96,19 +102,27 @@ def test_packed_documents_equal_the_librarys_own_model(name):
         for layer in layers
         for path, tensor in layer.to_published(dict(layer.named_parameters())).items()
     }
-    missing = model.load_state_dict(weights, strict=False)
-    assert not missing.unexpected_keys
+    head = None
+    if model.get_output_embeddings() is None:  # the LLM of a whole model
+        weights = {path.removeprefix("model."): tensor for path, tensor in weights.items()}
+        head = torch.nn.Linear(64, VOCABULARY, bias=False)
+        head.weight = torch.nn.Parameter(weights.pop("lm_head.weight"))
+    assert not model.load_state_dict(weights, strict=False).unexpected_keys
     draws = torch.Generator().manual_seed(2)
     ids, labels = torch.randint(3, 99, (2, sum(LENGTHS)), generator=draws)
-    expected = reference(model, ids, labels)
+    expected = reference(model, ids, labels, head)
     of_model = {path: parameter.grad for path, parameter in model.named_parameters()}
 
     torch.testing.assert_close(passed(layers, ids, labels), expected, rtol=1e-5, atol=0)
     for layer in layers:
         of_layer = layer.to_published(
-            {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in layer.named_parameters()}
+            {
+                n: torch.zeros_like(p) if p.grad is None else p.grad
+                for n, p in layer.named_parameters()
+            }
         )
         for path, gradient in of_layer.items():
+            path = path if path in of_model else path.removeprefix("model.")
             if of_model.get(path) is not None:
                 scale = of_model[path].abs().max()
                 assert (gradient - of_model[path]).abs().max() <= 1e-4 * scale + 1e-7, path
@@ -133,7 +147,7 @@ def test_packed_documents_equal_the_librarys_own_model(name):
             own = [ranks_layers[number].get_parameter(path) for ranks_layers in shards]
             if whole.grad is None:
                 continue
-            scale = 1e-4 * whole.grad.abs().max() + 1e-7
+            scale = 5e-4 * whole.grad.abs().max() + 1e-7
             if shard_of(own[0]) is None:
                 total = sum(p.grad if p.grad is not None else 0 for p in own)
                 assert (total - whole.grad).abs().max() <= scale, (layer.name, path)

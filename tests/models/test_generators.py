@@ -20,7 +20,7 @@ from disttrain_cli.models.probe import entry_state, probe_batch
 from disttrain_cli.models.published import on_meta
 from disttrain_cli.models.sampling import generate
 from disttrain_cli.models.sharding import tp_degrees
-from disttrain_cli.models.tensor_parallel import shard
+from disttrain_cli.models.tensor_parallel import linears, shard
 from tests.batches import changed
 from tests.models.test_sharding import in_lockstep
 from tests.models.test_vae import VAE
@@ -501,7 +501,7 @@ def test_counted_and_divided(setting, kind):
     assert tp_degrees(run, NAME, 4)[:2] == [1, 2]
     for layer in layers:
         given = dict(state)
-        if layer.division.row and layer.kind != "projector":
+        if linears(layer, 1) and layer.kind != "projector":
             parts = [shard(copy.deepcopy(layer), tp=2, rank=rank) for rank in range(2)]
             for made in in_lockstep(parts, given, dataclasses.replace(batch, cache={})):
                 for name, tensor in layer(given, batch).items():

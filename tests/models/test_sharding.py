@@ -9,7 +9,7 @@ from disttrain_cli.models.flops import layer_flops
 from disttrain_cli.models.graph import build_layers, describe, layer_table
 from disttrain_cli.models.probe import probe_batch, state_at
 from disttrain_cli.models.sharding import tp_degrees
-from disttrain_cli.models.tensor_parallel import parts, shard
+from disttrain_cli.models.tensor_parallel import linears, shard
 
 TP = 2
 DIVISIBLE = {"llm": {"config": {"vocab_size": 264}}}
@@ -42,7 +42,7 @@ def in_lockstep(shards, state, batch):
     results = {}
 
     def run(rank, layer):
-        for _, linear in parts(layer, layer.division.row):
+        for linear in linears(layer, 1):
             linear.register_forward_hook(reduce_with(rank))
         results[rank] = layer(dict(state), copy.copy(batch))
 
@@ -79,9 +79,8 @@ def test_summed_partial_outputs_of_all_ranks_equal_the_whole_layer(make_run, nam
             torch.testing.assert_close(made[key], tensor, rtol=1e-5, atol=1e-5)
     # Every divided weight is there once, and all others on every rank.
     divided = 0
-    for _, part in parts(whole, (*whole.division.column, *whole.division.fused)):
-        divided += sum(p.numel() for p in part.parameters())
-    divided += sum(linear.weight.numel() for _, linear in parts(whole, whole.division.row))
+    divided += sum(p.numel() for part in linears(whole, 0) for p in part.parameters())
+    divided += sum(linear.weight.numel() for linear in linears(whole, 1))
     assert divided > 0
     total = sum(p.numel() for layer in shards for p in layer.parameters())
     assert total == divided + tp * (sum(p.numel() for p in whole.parameters()) - divided)
@@ -204,9 +203,9 @@ def test_a_rank_has_its_parts_of_the_very_weights_of_the_whole_layer(make_run, n
 def test_gates_and_values_are_divided_alike():
     whole = torch.arange(8)
     assert piece(whole, None) is whole
-    assert piece(whole, Shard(0, 1, 4, 1)).tolist() == [2, 3]
-    assert piece(whole, Shard(0, 2, 2, 1)).tolist() == [2, 3, 6, 7]
-    assert piece(whole.view(2, 4), Shard(1, 1, 2, 1)).tolist() == [[2, 3], [6, 7]]
+    assert piece(whole, Shard(0, (1,), 4, 1)).tolist() == [2, 3]
+    assert piece(whole, Shard(0, (1, 1), 2, 1)).tolist() == [2, 3, 6, 7]
+    assert piece(whole.view(2, 4), Shard(1, (1,), 2, 1)).tolist() == [[2, 3], [6, 7]]
 
 
 def test_rows_are_shared_out_to_the_last():

@@ -19,6 +19,7 @@ from disttrain_cli.models.probe import probe_batch, probe_work, state_at
 from disttrain_cli.models.published import on_meta
 from disttrain_cli.models.qwen_vision import layout
 from disttrain_cli.models.sharding import tp_degrees
+from disttrain_cli.models.tensor_parallel import linears
 from disttrain_cli.models.towers import positions
 
 SQUARE = {
@@ -286,7 +287,7 @@ def test_degrees_and_shards(tower, architecture):
         if layer.kind == "projector":  # a partial sum each: together they are the whole layer's
             total = sum(part(dict(state), batch)["image_embeds"] for part in parts)
             # alone, each part of an undivided linear makes all rows
-            total = total - 3 * layer.mlp[2].bias if layer.division.row else total / 4
+            total = total - 3 * layer.mlp[2].bias if linears(layer, 1) else total / 4
             torch.testing.assert_close(
                 total, layer(dict(state), batch)["image_embeds"], rtol=1e-5, atol=1e-5
             )

@@ -100,8 +100,12 @@ def _read_decoder(
     )
     try:
         library_decoder(config)
-    except (NoPipeline, *MISTAKES) as error:
-        reason = str(error) if isinstance(error, NoPipeline) else f"its classes fail: {error!r}"
+    except (NoPipeline, SpecError, *MISTAKES) as error:
+        reason = f"its classes fail: {error!r}"
+        if isinstance(error, SpecError):
+            reason = f"{error.what}: {error.why}"
+        elif isinstance(error, NoPipeline):
+            reason = str(error)
         raise SpecError(
             f"model.modules.{name}: this {architecture} does not run as pipeline layers",
             " ".join(reason.split()),

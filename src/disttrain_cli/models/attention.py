@@ -178,6 +178,14 @@ class Segments:
         return to_device([0, *accumulate(self.lengths)], device, torch.int32)
 
     @cached_property
+    def borders(self) -> dict[str, Tensor]:
+        """The same as kernels of recurrent mixers take it, by argument (`recurrent`)."""
+        starts = self.starts.long()
+        of_rows = torch.arange(len(self.lengths), dtype=torch.int32, device=starts.device)
+        of_rows = of_rows.repeat_interleave(starts.diff(), output_size=sum(self.lengths))
+        return {"cu_seq_lens_q": starts, "cu_seqlens": starts, "seq_idx": of_rows[None]}
+
+    @cached_property
     def groups(self) -> list[tuple[int, int]]:
         """(segments, their length) of consecutive segments of equal length, in `order`."""
         if self._together:

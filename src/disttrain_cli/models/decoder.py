@@ -15,17 +15,18 @@ stage, else two copies whose gradients are summed (`tying`).
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from disttrain_cli.models.attention import segments_of
+from disttrain_cli.models.attention import Segments, segments_of
 from disttrain_cli.models.building import LayerMaker
 from disttrain_cli.models.context_parallel import assembled, own_part
 from disttrain_cli.models.cross_entropy import cross_entropy
-from disttrain_cli.models.division import Division
+from disttrain_cli.models.division import vocabulary
 from disttrain_cli.models.fused import with_rows_added
 from disttrain_cli.models.layer import EMBEDS, LOSS_PREFIX, Batch, PipelineLayer, TensorSpec
 from disttrain_cli.models.levelling import runs_of
@@ -38,6 +39,8 @@ from disttrain_cli.models.library_decoder import (
     library_decoder,
 )
 from disttrain_cli.models.parallel import across, embed, gather, once, scatter, share, split
+
+from disttrain_cli.models.recurrent import documents, restart
 
 
 def ties(config: Any) -> bool:
@@ -72,7 +75,7 @@ class Embed(DecoderLayer):
 
     kind = "embed"
     needs = ("tokens",)
-    division = Division(vocabulary=("embedding",))
+    division = vocabulary("embedding")
 
     def __init__(self, module: str, config: Any, reads: tuple[str, ...]) -> None:
         super().__init__()
@@ -185,6 +188,7 @@ class Block(DecoderLayer):
         self.unsharded = bool(self._stored or self._stores)
         self.kind = self._library.kind(number)
         self.layer = self._library.layer(number)
+        self._restarts = restart(self.layer)
         self.published = {"layer": self._library.layer_name(number)}
         self.constants = frozenset(
             path for path, parameter in self.named_parameters() if not parameter.requires_grad
@@ -221,21 +225,23 @@ class Block(DecoderLayer):
         samples = segments_of(
             batch.cache, "samples", lambda: batch.sample_lengths or [], hidden, self.cp
         )
-        call = self._calls(batch, hidden)[self._number]
+        call = self._calls(batch, hidden, samples)[self._number]
         call = self._library.filled(self._number, call, samples, inputs, store)
-        made = self.layer(hidden[None], *call.positional, **call.keywords)
+        with documents(samples) if self._restarts else nullcontext():
+            made = self.layer(hidden[None], *call.positional, **call.keywords)
         return {"hidden": (made[0] if isinstance(made, tuple) else made)[0]} | {
             one.name: store[one.key][one.index][0].transpose(0, 1) for one in self._stores
         }
 
-    def _calls(self, batch: Batch, hidden_RD: Tensor) -> list[Arguments]:
+    def _calls(self, batch: Batch, hidden_RD: Tensor, samples: Segments) -> list[Arguments]:
         """Return the arguments of all layers, computed once per stage."""
         assert batch.positions is not None
         if self.module not in batch.cache:
             positions = batch.positions.flatten(-2)[..., None, :]
             like = hidden_RD.new_zeros(()).expand(1, self._rows, hidden_RD.shape[-1])
             with torch.no_grad():
-                batch.cache[self.module] = self._frame(hidden_RD.device).run(like, positions)[0]
+                frame = self._frame(hidden_RD.device)
+                batch.cache[self.module] = frame.run(like, positions, segments=samples)[0]
         calls: list[Arguments] = batch.cache[self.module]
         return calls
 
@@ -252,6 +258,8 @@ class Block(DecoderLayer):
 
         made = across(partial_sums, rows.flatten(0, -2), self._rows, self.group)
         made = made.view(*rows.shape[:-1], made.shape[-1])
+        if "." in path and self.group is not None:
+            made = made.clone()  # shared experts, to which the library adds in place
         return made if others is None else (made, *others)
 
     def _replicated(self, path: str, forward: Callable[..., Any], rows: Tensor, *more: Any) -> Any:
@@ -284,7 +292,7 @@ class DeepBlock(Block):
         self.kind = f"{self.kind}.deepstack"
         self.features, self.reads = features, ("hidden", features)
         self._more: tuple[Tensor, Tensor] | None = None
-        self._completes = any(end.startswith(f"{FEED_FORWARD}.") for end in self.division.row)
+        self._completes = any(path.startswith(f"{FEED_FORWARD}.") for path in self.division)
 
     def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
         images, given = batch.of("image"), state.get(self.features)
@@ -317,7 +325,7 @@ class Head(DecoderLayer):
     kind = "head"
     reads = ("hidden",)
     loss = "text"
-    division = Division(vocabulary=("lm_head",))
+    division = vocabulary("lm_head")
 
     def __init__(self, module: str, config: Any, weight: float, feeds_generator: bool) -> None:
         super().__init__()

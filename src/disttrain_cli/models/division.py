@@ -10,45 +10,70 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 
 @dataclass(frozen=True)
-class Division:
-    """Sharded linears and embeddings of a layer, by the end of their path; all else is replicated.
+class Sharding:
+    """Dimension of a weight that TP ranks divide, and the packed parts that are divided alike.
 
-    An embedding sharded by ids returns partial sums (zero for ids of other ranks); a linear sharded
-    by ids returns the logits of its ids.
+    Packed parts are given by their relative widths. A linear is sharded by its outputs (0) or its
+    inputs (1), a depthwise convolution by its channels (0), a vector by its entries (0).
     """
 
-    column: tuple[str, ...] = ()
-    # column-parallel with two packed parts (value and gate), each sharded alike:
-    # packed_colwise(parts=2)
-    fused: tuple[str, ...] = ()
-    thirds: tuple[str, ...] = ()  # three packed parts: an attention's queries, keys, values
-    quarters: tuple[str, ...] = ()  # four packed parts: Q, K, V and a parallel FFN's features
-    row: tuple[str, ...] = ()
-    # row-parallel whose inputs are five packed parts: an attention's features and the FFN's four
-    fifths: tuple[str, ...] = ()
-    vocabulary: tuple[str, ...] = ()  # sharded by token ids
-    # replicated, but applied to the rank's local heads only (norms of queries and keys)
-    per_head: tuple[str, ...] = ()
+    dim: int | None  # None: replicated, but applied to the rank's local heads only
+    packed: tuple[int, ...] = (1,)
+    #: Sharded by token ids: an embedding returns partial sums (zero for ids of other ranks), a
+    #: linear the logits of its ids.
+    vocabulary: bool = False
 
-    @property
-    def inputs(self) -> tuple[tuple[tuple[str, ...], int], ...]:
-        """Row-parallel linears, with the number of packed parts of their inputs."""
-        return (self.row, 1), (self.fifths, 5)
+
+#: Sharded weights of a layer, by the end of the path of a module or parameter, as in transformers'
+#: `base_model_tp_plan`; all else is replicated.
+Division = dict[str, Sharding]
+
+
+def colwise(*ends: str, packed: tuple[int, ...] = (1,)) -> Division:
+    """Return modules and parameters that are sharded by outputs, channels or entries."""
+    return dict.fromkeys(ends, Sharding(0, packed))
+
+
+def rowwise(*ends: str, packed: tuple[int, ...] = (1,)) -> Division:
+    """Return linears that are sharded by inputs."""
+    return dict.fromkeys(ends, Sharding(1, packed))
+
+
+def vocabulary(*ends: str) -> Division:
+    """Return embeddings and linears that are sharded by token ids."""
+    return dict.fromkeys(ends, Sharding(0, vocabulary=True))
+
+
+def per_head(*ends: str) -> Division:
+    """Return replicated modules that are applied to local heads: norms of queries and keys."""
+    return dict.fromkeys(ends, Sharding(None))
+
+
+def sharding_of(division: Division, path: str) -> Sharding | None:
+    """Return the sharding of a submodule or parameter; None if it is not listed."""
+    return next(
+        (one for end, one in division.items() if path == end or path.endswith(f".{end}")), None
+    )
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Shard of a tensor on one TP rank: a `tp`-th of `dim` in each of `halves` packed parts."""
+    """Shard of a tensor on one TP rank: a `tp`-th of `dim` in each of its packed parts."""
 
     dim: int
-    halves: int
+    packed: tuple[int, ...]  # relative widths of the parts
     tp: int
     rank: int
+
+    def widths(self, size: int) -> list[int]:
+        """Return the widths of the packed parts of a dimension of this size."""
+        return [size * part // sum(self.packed) for part in self.packed]
 
 
 def shard_of(parameter: nn.Parameter) -> Shard | None:
@@ -65,11 +90,12 @@ def whole_shape(parameter: nn.Parameter) -> tuple[int, ...]:
 
 
 def piece(whole: Tensor, shard: Shard | None) -> Tensor:
-    """Return a rank's shard of a full tensor, as a view if possible."""
+    """Return a rank's shard of a full tensor, as a view if it is not packed."""
     if shard is None:
         return whole
-    halves = whole.unflatten(shard.dim, (shard.halves, -1))
-    return halves.chunk(shard.tp, shard.dim + 1)[shard.rank].flatten(shard.dim, shard.dim + 1)
+    parts = whole.split(shard.widths(whole.shape[shard.dim]), shard.dim)
+    local = [part.chunk(shard.tp, shard.dim)[shard.rank] for part in parts]
+    return local[0] if len(local) == 1 else torch.cat(local, shard.dim)
 
 
 class WithoutBias(nn.Linear):

@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from disttrain_cli.models.building import LayerMaker
 from disttrain_cli.models.configs.generators import FLUX_PATCH, whole_model
-from disttrain_cli.models.division import Division
+from disttrain_cli.models.division import colwise, per_head, rowwise
 from disttrain_cli.models.fused import with_own_norms
 from disttrain_cli.models.generator import (
     Canvas,
@@ -40,12 +40,12 @@ GUIDANCE = 3.5
 #: Times and guidance are embedded in thousandths.
 SCALE = 1000.0
 
-SINGLE = Division(
-    column=("to_q", "to_k", "to_v"),
-    quarters=("proj_mlp",),
-    fifths=("proj_out",),
-    per_head=("norm_q", "norm_k"),
-)
+SINGLE = {
+    **colwise("to_q", "to_k", "to_v"),
+    **colwise("proj_mlp", packed=(1,) * 4),  # the features of a parallel FFN
+    **rowwise("proj_out", packed=(1,) * 5),  # an attention's features and the FFN's four
+    **per_head("norm_q", "norm_k"),
+}
 
 
 class Stream:

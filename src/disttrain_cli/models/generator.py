@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from disttrain_cli.models.by_size import by_size
-from disttrain_cli.models.division import Division
+from disttrain_cli.models.division import colwise, rowwise
 from disttrain_cli.models.host import constant
 from disttrain_cli.models.layer import LOSS_PREFIX, Batch, PipelineLayer, TensorSpec
 from disttrain_cli.models.noise import Noise, draw_noise
@@ -123,7 +123,7 @@ class Projector(GeneratorLayer):
 
     kind = "projector"
     reads = ("context",)
-    division = Division(column=("mlp.0",), row=("mlp.2",))
+    division = colwise("mlp.0") | rowwise("mlp.2")
 
     def __init__(
         self,

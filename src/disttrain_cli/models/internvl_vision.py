@@ -17,7 +17,7 @@ from disttrain_cli.models import vit
 from disttrain_cli.models.attention import attend
 from disttrain_cli.models.building import LayerMaker
 from disttrain_cli.models.configs.encoders import side_of
-from disttrain_cli.models.division import Division
+from disttrain_cli.models.division import colwise, rowwise
 from disttrain_cli.models.fused import RmsNorm, with_own_norms
 from disttrain_cli.models.group import Group
 from disttrain_cli.models.layer import Batch, TensorSpec
@@ -47,9 +47,10 @@ class Block(ImageLayer):
     extra = 1
     row_by_row = True
     reads = ("image_hidden",)
-    division = Division(
-        column=("q_proj", "k_proj", "v_proj", "fc1"), row=("projection_layer", "fc2")
-    )
+    division = {
+        **colwise("q_proj", "k_proj", "v_proj", "fc1"),
+        **rowwise("projection_layer", "fc2"),
+    }
 
     def __init__(self, module: str, number: int, config: Any) -> None:
         from transformers.models.internvl.modeling_internvl import InternVLVisionLayer

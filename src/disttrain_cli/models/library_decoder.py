@@ -16,8 +16,8 @@ import copy
 import inspect
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
-from functools import cache, cached_property, lru_cache, partial
+from contextlib import contextmanager, nullcontext, suppress
+from functools import cache, cached_property, partial
 from importlib import import_module
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -27,10 +27,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from disttrain_cli.models import experts
+from disttrain_cli.models import experts, masks, recurrent
 from disttrain_cli.models.attention import Segments
-from disttrain_cli.models.configs.decoders import DYNAMIC, plan_of, published_class_of
-from disttrain_cli.models.division import Division
+from disttrain_cli.models.configs.decoders import DYNAMIC, parts_of, plan_of, published_class_of
+from disttrain_cli.models.division import Division, colwise, per_head, rowwise
 from disttrain_cli.models.fused import RmsNorm, gated_mlp, rotated
 from disttrain_cli.models.host import to_device
 from disttrain_cli.models.layer import ADAPTER
@@ -46,7 +46,7 @@ SLICING = "_maybe_slice_kv_shared_inputs"
 #: Parameters of a module's forward by which a token mixer is recognised: its rows depend on others.
 _MIXING = {"attention_mask", "position_embeddings", "past_key_values", "cache_params"}
 #: Rules of a TP plan under which a module's sublayers are sharded here.
-_SHARDED = {"colwise": "column", "rowwise": "row", "replicated_with_grad_allreduce": "per_head"}
+_SHARDED = {"colwise": colwise, "rowwise": rowwise, "replicated_with_grad_allreduce": per_head}
 
 
 #: Position or name of a layer's argument.
@@ -105,9 +105,7 @@ class NoPipeline(Exception):
     """A model cannot be taken apart into pipeline layers; the message is the reason."""
 
 
-@lru_cache(maxsize=MOST)
-def _decoder(made: type, fields: str) -> LibraryDecoder:
-    return LibraryDecoder(made.from_dict(_parsed(fields)))  # type: ignore[attr-defined]
+_decoders: dict[tuple[type, str], LibraryDecoder] = {}
 
 
 def library_decoder(config: Any) -> LibraryDecoder:
@@ -116,14 +114,12 @@ def library_decoder(config: Any) -> LibraryDecoder:
     Raises:
         NoPipeline: it cannot be taken apart.
     """
-    return _decoder(type(config), config.to_json_string(use_diff=False))
-
-
-def _parsed(fields: str) -> dict[str, Any]:
-    import json
-
-    parsed: dict[str, Any] = json.loads(fields)
-    return parsed
+    key = type(config), config.to_json_string(use_diff=False)
+    if key not in _decoders:
+        if len(_decoders) == MOST:
+            _decoders.clear()
+        _decoders[key] = LibraryDecoder(copy.deepcopy(config))
+    return _decoders[key]
 
 
 class LibraryDecoder:
@@ -153,12 +149,15 @@ class LibraryDecoder:
             for name, parameter in list(part.named_parameters(recurse=False)):
                 setattr(part, name, nn.Parameter(parameter.detach().to("meta")))
             _name_constants(part)
-        self.base = self.model.base_model
-        self.has_head = self.base is not self.model
-        plan = list(
-            getattr(config, "base_model_pp_plan", None) or ("embed_tokens", "layers", "norm")
+        self.has_head = self.model.get_output_embeddings() is not None
+        self._of_base = next(
+            (n for n in (self.model.base_model_prefix, "model") if n and hasattr(self.model, n)),
+            "model",
         )
-        names = [plan[0], "layers", plan[-1]]
+        self.base = getattr(self.model, self._of_base) if self.has_head else self.model
+        names = parts_of(config)
+        if names is None:
+            raise NoPipeline(f"transformers has no pipeline plan of {config.model_type}")
         for name in names:
             if not isinstance(getattr(self.base, name, None), nn.Module):
                 raise NoPipeline(f"{type(self.base).__name__} has no {name}")
@@ -178,10 +177,10 @@ class LibraryDecoder:
     def __deepcopy__(self, _: Any) -> LibraryDecoder:
         return self
 
-    @cached_property
+    @property
     def prefix(self) -> str:
         """Prefix of the base model's names in the class with the head."""
-        return f"{self.model.base_model_prefix or 'model'}."
+        return f"{self._of_base}."
 
     @property
     def names(self) -> dict[str, str]:
@@ -305,14 +304,14 @@ class LibraryDecoder:
             owner, _, name = path.rpartition(".")
             if pattern.startswith(prefix) and owner and _part(layer, owner, name) is not None:
                 rules.setdefault(owner, {})[name] = rule
-        fields: dict[str, list[str]] = {field: [] for field in _SHARDED.values()}
-        owners = []
+        made, owners = recurrent.division(layer), list(recurrent.mixers(layer))
+        owners = [path for path in owners if any(name.startswith(f"{path}.") for name in made)]
         for owner, own in rules.items():
             if set(own.values()) <= _SHARDED.keys() and {"colwise", "rowwise"} <= set(own.values()):
                 owners.append(owner)
                 for name, rule in own.items():
-                    fields[_SHARDED[rule]].append(f"{owner}.{name}")
-        return Division(**{field: tuple(paths) for field, paths in fields.items()}), owners
+                    made |= _SHARDED[rule](f"{owner}.{name}")
+        return made, owners
 
     def beside_layers(self) -> nn.Module:
         """Return copies of the base model's weights beside its layers, embedding and norm."""
@@ -339,10 +338,10 @@ class LibraryDecoder:
         segments = Segments([rows], meta)
         self.returns_tuple = False
         frame = Frame(self, meta, weights=self.base, first_only=True)
-        calls, before = frame.run(hidden, positions, ids)
-        self.changes_input = before is not hidden
+        calls, before = frame.run(hidden, positions, ids, segments)
+        self.changes_input = before is not hidden or bool(hidden._version)
         self.returns_tuple = isinstance(self._tried(0, calls[0], hidden, segments, Store()), tuple)
-        calls, _ = Frame(self, meta, weights=self.base).run(hidden, positions, ids)
+        calls, _ = Frame(self, meta, weights=self.base).run(hidden, positions, ids, segments)
         shared, kinds, store = any(_store_in(call) for call in calls), set[str](), Store()
         for number, call in enumerate(calls):
             self.inputs[number] = _computed(call, rows)
@@ -358,7 +357,9 @@ class LibraryDecoder:
     ) -> Any:
         call = self.filled(number, call, segments, {}, store)
         layer = copy.deepcopy(self.layers[number]).to("meta")
-        return layer(hidden.detach(), *call.positional, **call.keywords)
+        recurrent.restart(layer)
+        with recurrent.documents(segments):
+            return layer(hidden.detach(), *call.positional, **call.keywords)
 
     def filled(
         self,
@@ -371,7 +372,7 @@ class LibraryDecoder:
         """Return a layer's arguments for a batch.
 
         Args:
-            segments: of attention, in the place of a mask.
+            segments: of attention, if the library computes no mask for the layer.
             inputs: the arguments named in the attribute of this name.
             store: entries of earlier layers, and where this layer stores its own.
         """
@@ -379,10 +380,13 @@ class LibraryDecoder:
         accepted = inspect.signature(self.layers[number].forward).parameters
         names = [name for name in accepted if name != "hidden_states"]
         at = names.index(MASK) if MASK in names else len(names)
+        given = positional[at] if at < len(positional) else keywords.get(MASK)
+        if not isinstance(given, Segments):
+            given = segments
         if at < len(positional):
-            positional[at] = segments
+            positional[at] = given
         else:
-            keywords[MASK] = segments
+            keywords[MASK] = given
         for place, tensor in inputs.items():
             if isinstance(place, int):
                 positional[place] = tensor
@@ -394,12 +398,12 @@ class LibraryDecoder:
         )
 
 
-def _part(layer: nn.Module, owner: str, name: str) -> nn.Linear | None:
+def _part(layer: nn.Module, owner: str, name: str) -> nn.Module | nn.Parameter | None:
     try:
-        part = layer.get_submodule(f"{owner}.{name}")
+        part = getattr(layer.get_submodule(owner), name, None)
     except AttributeError:
         return None
-    return part if isinstance(part, nn.Module) else None
+    return part if isinstance(part, (nn.Module, nn.Parameter)) else None
 
 
 def _name_constants(part: nn.Module) -> None:
@@ -482,11 +486,11 @@ class Frame:
         for name, part in decoder.base.named_children():
             if name == decoder._layers:
                 modules[name] = nn.ModuleList(_Recorder(layer, self) for layer in decoder.layers)
-            elif name in (decoder._embedding, decoder._norm):
+            elif name == decoder._embedding:
                 modules[name] = nn.Identity()
             elif next(part.parameters(), None) is None:
                 modules[name] = _on(device, _shallow(part))
-            elif weights is not None:
+            elif name != decoder._norm and weights is not None:
                 modules[name] = getattr(weights, name)
 
     def record(self, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
@@ -502,21 +506,25 @@ class Frame:
         return (hidden,) if self._tuples else hidden
 
     def run(
-        self, embeds_NLD: Tensor, positions_NL: Tensor, ids_NL: Tensor | None = None
+        self,
+        embeds_NLD: Tensor,
+        positions_NL: Tensor,
+        ids_NL: Tensor | None = None,
+        segments: Segments | None = None,
     ) -> tuple[list[Arguments], Tensor]:
         """Return each layer's arguments, and the first layer's input.
 
         Args:
             positions_NL: [N, L], or [3, N, L] with M-RoPE.
             ids_NL: token ids, which per-layer embeddings read.
+            segments: of all rows, of which the library computes its masks (`masks`).
         """
         self._calls, self._entry, more = [], None, {}
         if self._reads_tokens:
             more = {"per_layer_inputs": getattr(self._base, TOKEN_INPUTS)(ids_NL, None)}
-        try:
+        within = nullcontext() if segments is None else masks.within(segments)
+        with within, suppress(_Recorded):
             self._base(inputs_embeds=embeds_NLD, position_ids=positions_NL, use_cache=False, **more)
-        except _Recorded:
-            pass
         assert self._entry is not None
         calls, entry = self._calls, self._entry
         self._calls, self._entry = [], None
@@ -530,8 +538,8 @@ class Tail:
         self._names, self._model = decoder.names, None
         if decoder.has_head:
             self._model = copy.copy(decoder.model)
-            self._base = _Given()
-            children = {**decoder.model._modules, decoder.model.base_model_prefix: self._base}
+            self._base = _Given(decoder.base)
+            children = {**decoder.model._modules, decoder.prefix.rstrip("."): self._base}
             self._model.__dict__["_modules"] = children
 
     def __call__(self, normed_RD: Tensor, head: nn.Module) -> Tensor:
@@ -550,7 +558,13 @@ class Tail:
 class _Given(nn.Module):
     """Stand-in for a base model that returns given hidden states, and nothing else."""
 
-    rows: Tensor | None = None
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.rows: Tensor | None = None
+        self.__dict__["_of"] = base
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_of"], name)  # its constants
 
     def forward(self, *_: Any, **__: Any) -> Any:
         return _output()(last_hidden_state=self.rows)

@@ -96,7 +96,8 @@ def adapt(layer: PipelineLayer, lora: Lora) -> None:
     dropouts = []
     for path, linear in list(targets(layer, lora)):
         if lora.lora_dropout:
-            divided = next((of for ends, of in layer.division.inputs if matches(ends, path)), 0)
+            sharding = sharding_of(layer.division, path)
+            divided = len(sharding.packed) if sharding and sharding.dim == 1 else 0
             linear.lora_dropout = of_adapter(layer, path, lora.lora_dropout, divided)
             dropouts.append(linear.lora_dropout)
         linear.lora_A = nn.Linear(linear.in_features, lora.r, bias=False)
@@ -142,9 +143,12 @@ def targets(layer: PipelineLayer, lora: Lora) -> Iterator[tuple[str, Any]]:
 
 
 def _is_adaptable(layer: PipelineLayer, path: str) -> bool:
-    return (
-        isinstance(layer.get_submodule(path), nn.Linear) and path not in layer.division.vocabulary
-    )
+    return isinstance(layer.get_submodule(path), nn.Linear) and not _by_ids(layer, path)
+
+
+def _by_ids(layer: PipelineLayer, path: str) -> bool:
+    sharding = sharding_of(layer.division, path)
+    return sharding is not None and sharding.vocabulary
 
 
 def _is_target(layer: PipelineLayer, path: str, lora: Lora) -> bool:
@@ -212,7 +216,7 @@ def check_targets(lora: Lora, layers: Sequence[PipelineLayer]) -> None:
             for layer in layers
             for path, part in layer.named_modules()
             if isinstance(part, nn.Linear)
-            and path not in layer.division.vocabulary
+            and not _by_ids(layer, path)
             and f"{path}.weight" not in layer.saved
             and not path.endswith(("lora_A", "lora_B"))
             and (name := layer.published_path(path)) is not None

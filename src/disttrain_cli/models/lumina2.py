@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from disttrain_cli.models.building import LayerMaker
 from disttrain_cli.models.configs.generators import whole_model
-from disttrain_cli.models.division import Division
+from disttrain_cli.models.division import colwise, per_head, rowwise
 from disttrain_cli.models.fused import gated, with_own_norms
 from disttrain_cli.models.generator import (
     Canvas,
@@ -36,11 +36,11 @@ from disttrain_cli.models.layer import Batch, PipelineLayer, TensorSpec
 from disttrain_cli.models.processors import with_own_attention
 from disttrain_cli.models.rotary import turns
 
-DIVISION = Division(
-    column=("to_q", "to_k", "to_v", "feed_forward.linear_1", "feed_forward.linear_3"),
-    row=("to_out.0", "feed_forward.linear_2"),
-    per_head=("norm_q", "norm_k"),
-)
+DIVISION = {
+    **colwise("to_q", "to_k", "to_v", "feed_forward.linear_1", "feed_forward.linear_3"),
+    **rowwise("to_out.0", "feed_forward.linear_2"),
+    **per_head("norm_q", "norm_k"),
+}
 #: Attribute of the transformer that holds the blocks of each kind.
 PATHS = {"context": "context_refiner", "noise": "noise_refiner", "block": "layers"}
 

@@ -33,7 +33,9 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -43,21 +45,34 @@ from torch import Tensor
 from disttrain_cli.errors import SpecError
 from disttrain_cli.models.attention import Rule, Segments
 
-_segments: Segments | None = None
+_segments: ContextVar[Segments | None] = ContextVar("segments", default=None)
 
 
 @contextmanager
 def within(segments: Segments) -> Iterator[None]:
     """Make masks that the library's models compute inside rules of these segments.
 
-    Their input is the rows of all segments, and their `attention_mask` None.
+    Their input is the rows of all segments, and their `attention_mask` None. The library does not
+    look for packed samples itself, for which the host would wait for the positions.
     """
-    global _segments
-    before, _segments = _segments, segments
+    _leave_packing_to_us()
+    token = _segments.set(segments)
     try:
         yield
     finally:
-        _segments = before
+        _segments.reset(token)
+
+
+@cache
+def _leave_packing_to_us() -> None:
+    from transformers import masking_utils as library
+
+    find = library.find_packed_sequence_indices
+
+    def found(positions: Tensor) -> Tensor | None:
+        return find(positions) if _segments.get() is None else None
+
+    library.find_packed_sequence_indices = found
 
 
 def mask(
@@ -74,13 +89,14 @@ def mask(
     Raises:
         SpecError: the mask is not one of segments.
     """
-    if _segments is None:
+    segments = _segments.get()
+    if segments is None:
         return None
-    own = _segments.cp is not None  # of this rank's rows
-    packed = own or batch_size * q_length == sum(_segments.lengths)
+    own = segments.cp is not None  # of this rank's rows
+    packed = own or batch_size * q_length == sum(segments.lengths)
     if attention_mask is not None or q_length != kv_length or not packed:
         raise _refused("a mask of padding, of a cache or of other rows than the packed ones")
-    return seen_by(mask_function, _segments)
+    return seen_by(mask_function, segments)
 
 
 def seen_by(mask_function: Callable[..., Any], segments: Segments) -> Segments:

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from disttrain_cli.costs.hardware import KernelWork
+from disttrain_cli.models import delta_rule
 from disttrain_cli.models.layer import Batch, PipelineLayer
 from disttrain_cli.models.signatures import SignatureMode
 
@@ -81,6 +82,10 @@ _KERNELS = {
     ),  # sums; two sets of factors; the input's gradient; the weights'
     "native_layer_norm_backward": (2, 2),  # the input's gradient; the weights'
     "disttrain::rms_norm_backward": (2, 2),
+    # norms of queries and keys, sums of decays, k kᵀ, its inverse, two factors, states, outputs;
+    # and their gradients after factors and states again
+    delta_rule.FORWARD: (8, 10),
+    delta_rule.BACKWARD: (12, 12),
     "torch_attn::_varlen_attn": (2, 1),  # attention; an unused seed
     "torch_attn::_varlen_attn_backward": (
         3,

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from disttrain_cli.models.building import LayerMaker
 from disttrain_cli.models.configs.generators import whole_model
-from disttrain_cli.models.division import Division
+from disttrain_cli.models.division import colwise, rowwise
 from disttrain_cli.models.dropout import seeded
 from disttrain_cli.models.generator import (
     Canvas,
@@ -35,10 +35,11 @@ from disttrain_cli.models.layer import Batch, PipelineLayer, TensorSpec
 from disttrain_cli.models.processors import with_own_attention
 
 # Heads and FFN of a block, whose first linear returns value and gate, or only a value.
-GATED = Division(
-    column=("to_q", "to_k", "to_v"), fused=("ff.net.0.proj",), row=("to_out.0", "ff.net.2")
-)
-PLAIN = Division(column=("to_q", "to_k", "to_v", "ff.net.0.proj"), row=("to_out.0", "ff.net.2"))
+PLAIN = {
+    **colwise("to_q", "to_k", "to_v", "ff.net.0.proj"),
+    **rowwise("to_out.0", "ff.net.2"),
+}
+GATED = PLAIN | colwise("ff.net.0.proj", packed=(1, 1))
 
 
 class In(Start):

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from disttrain_cli.models.building import LayerMaker
 from disttrain_cli.models.context_parallel import bounds_of, regrouped
-from disttrain_cli.models.division import Division
+from disttrain_cli.models.division import Division, colwise, rowwise
 from disttrain_cli.models.group import Group
 from disttrain_cli.models.host import to_device
 from disttrain_cli.models.layer import Batch, TensorSpec
@@ -95,7 +95,7 @@ class Projector(ImageLayer):
 
     kind = "projector"
     reads = ("image_hidden",)
-    division = Division(column=("mlp.0",), row=("mlp.2",))
+    division = colwise("mlp.0") | rowwise("mlp.2")
 
     def __init__(
         self, module: str, config: Any, norm: str | None, extra: int, joint: Joint
@@ -174,7 +174,7 @@ class NormedProjector(Projector):
 class LinearProjector(Projector):
     """One linear without bias, replicated over a TP group; each rank computes its local rows."""
 
-    division = Division()
+    division: Division = {}
 
     def join(self, given: int, joint: Joint) -> None:
         self.linear = nn.Linear(given, joint.width, bias=False)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from disttrain_cli.models import qwen_vision
 from disttrain_cli.models.building import LayerMaker
-from disttrain_cli.models.division import Division
+from disttrain_cli.models.division import colwise, rowwise
 from disttrain_cli.models.host import to_device
 from disttrain_cli.models.layer import Batch, TensorSpec, features_name
 from disttrain_cli.models.parallel import across
@@ -58,9 +58,11 @@ class Embed(qwen_vision.Embed):
 class Block(qwen_vision.Block):
     """Qwen3VLVisionBlock with the class's weights; attention runs over all images at once."""
 
-    division = Division(
-        thirds=("attn.qkv",), column=("linear_fc1",), row=("attn.proj", "linear_fc2")
-    )
+    division = {
+        **colwise("attn.qkv", packed=(1, 1, 1)),
+        **colwise("linear_fc1"),
+        **rowwise("attn.proj", "linear_fc2"),
+    }
 
     def library(self, config: Any) -> tuple[nn.Module, Callable[[], nn.Module]]:
         from transformers.models.qwen3_vl.modeling_qwen3_vl import (
@@ -84,7 +86,7 @@ class Merger(QwenLayer):
 
     kind = "merger"
     reads = ("image_hidden",)
-    division = Division(column=("linear_fc1",), row=("linear_fc2",))
+    division = colwise("linear_fc1") | rowwise("linear_fc2")
 
     def __init__(self, module: str, config: Any, writes: str, level: int | None = None) -> None:
         from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionPatchMerger

@@ -23,7 +23,7 @@ from torch.nn import functional
 from disttrain_cli.models.attention import Segments, attend, segments_of
 from disttrain_cli.models.building import LayerMaker
 from disttrain_cli.models.context_parallel import bounds_of, regrouped
-from disttrain_cli.models.division import Division
+from disttrain_cli.models.division import colwise, rowwise
 from disttrain_cli.models.fused import gated_mlp, on_gpu, with_own_norms
 from disttrain_cli.models.host import to_device
 from disttrain_cli.models.kernels import turned
@@ -163,9 +163,11 @@ class Block(QwenLayer):
     row_by_row = True
     fused_heads = True
     reads = ("image_hidden",)
-    division = Division(
-        thirds=("attn.qkv",), column=("gate_proj", "up_proj"), row=("attn.proj", "down_proj")
-    )
+    division = {
+        **colwise("attn.qkv", packed=(1, 1, 1)),
+        **colwise("gate_proj", "up_proj"),
+        **rowwise("attn.proj", "down_proj"),
+    }
 
     def __init__(self, module: str, number: int, config: Any) -> None:
         super().__init__(module, f"block.{number}", config)
@@ -262,7 +264,7 @@ class Merger(QwenLayer):
 
     kind = "merger"
     reads = ("image_hidden",)
-    division = Division(column=("mlp.0",), row=("mlp.2",))
+    division = colwise("mlp.0") | rowwise("mlp.2")
 
     def __init__(self, module: str, config: Any, writes: str) -> None:
         from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLPatchMerger
@@ -315,7 +317,7 @@ class Projector(QwenLayer):
     kind = "projector"
     row_by_row = True
     reads = (MERGED,)
-    division = Division(column=("mlp.0",), row=("mlp.2",))
+    division = colwise("mlp.0") | rowwise("mlp.2")
 
     def __init__(self, module: str, config: Any, hidden: int, width: int) -> None:
         super().__init__(module, "projector", config)

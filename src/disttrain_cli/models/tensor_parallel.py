@@ -8,23 +8,67 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from disttrain_cli.models.division import Shard, WithoutBias, piece, shard_of
+from disttrain_cli.models.division import Shard, Sharding, WithoutBias, piece, shard_of, sharding_of
 from disttrain_cli.models.group import Group
 from disttrain_cli.models.layer import ADAPTER, PipelineLayer
 from disttrain_cli.models.overlapped import ColumnLinear, RowLinear
 from disttrain_cli.models.parallel import copy, reduce
 
 
-def parts(layer: PipelineLayer, ends: tuple[str, ...]) -> Iterator[tuple[nn.Module, nn.Module]]:
-    """Yield the submodules whose path ends in one of `ends`, each with its parent module."""
-    for path, part in layer.named_modules():
-        if any(path == end or path.endswith(f".{end}") for end in ends):
-            yield layer.get_submodule(path.rpartition(".")[0]), part
+#: Attributes of linears, embeddings and convolutions that count outputs or inputs.
+_SIZES = (
+    ("out_features", "num_embeddings", "out_channels", "in_channels", "groups"),
+    ("in_features",),
+)
+#: Attributes of attentions and recurrent mixers that count local heads or features.
+COUNTS = (
+    *("heads", "num_heads", "num_k_heads", "num_v_heads"),
+    *("key_dim", "value_dim", "qkv_dim", "conv_dim"),
+)
+
+
+class Listed(NamedTuple):
+    """Submodule or parameter in a layer's `division`."""
+
+    owner: nn.Module  # its parent
+    name: str
+    part: Any  # a module or a parameter
+    sharding: Sharding
+
+
+def listed(layer: PipelineLayer) -> Iterator[Listed]:
+    """Yield the submodules and parameters that a layer's `division` lists."""
+    for path, part in (*layer.named_modules(), *layer.named_parameters()):
+        sharding = sharding_of(layer.division, path)
+        if sharding is not None:
+            owner, _, name = path.rpartition(".")
+            yield Listed(layer.get_submodule(owner), name, part, sharding)
+
+
+def linears(layer: PipelineLayer, dim: int | None) -> list[Any]:
+    """Return the modules that are sharded by outputs (0) or inputs (1), but not by ids."""
+    return [
+        one.part
+        for one in listed(layer)
+        if one.sharding.dim == dim and isinstance(one.part, nn.Module)
+        if not one.sharding.vocabulary
+    ]
+
+
+def owners(layer: PipelineLayer) -> list[nn.Module]:
+    """Return the modules whose children are sharded by outputs: attentions, mixers, FFNs."""
+    return list(
+        dict.fromkeys(
+            one.owner
+            for one in listed(layer)
+            if one.sharding.dim == 0 and not one.sharding.vocabulary
+        )
+    )
 
 
 def pieces(layer: PipelineLayer) -> set[int]:
@@ -34,15 +78,20 @@ def pieces(layer: PipelineLayer) -> set[int]:
     """
     if layer.unsharded:
         return {1}
-    division = layer.division
     sizes = {
-        _heads(owner, linear) or linear.out_features
-        for owner, linear in parts(layer, division.column)
+        int(getattr(owner, count))
+        for owner in owners(layer)
+        for count in COUNTS
+        if hasattr(owner, count)
     }
-    sizes |= {linear.out_features // 2 for _, linear in parts(layer, division.fused)}
-    sizes |= {linear.out_features // 4 for _, linear in parts(layer, division.quarters)}
-    sizes |= {_heads(owner, linear) // 3 for owner, linear in parts(layer, division.thirds)}
-    return sizes | {len(part.weight) for _, part in parts(layer, division.vocabulary)}
+    for owner, _, part, sharding in listed(layer):
+        if sharding.dim in (None, 1):
+            continue
+        size = (part if isinstance(part, nn.Parameter) else part.weight).shape[sharding.dim]
+        width = 1 if sharding.vocabulary else int(getattr(owner, "head_dim", 1))
+        for own in Shard(0, sharding.packed, 1, 0).widths(size):
+            sizes.add(own if own % width else own // width)
+    return sizes
 
 
 def shard(layer: PipelineLayer, *, tp: int, rank: int = 0) -> PipelineLayer:
@@ -55,33 +104,26 @@ def shard(layer: PipelineLayer, *, tp: int, rank: int = 0) -> PipelineLayer:
     if tp == 1:
         return layer
     assert not any(count % tp for count in pieces(layer)), (layer.name, tp)
-    division = layer.division
-    owners = {owner for owner, _ in parts(layer, (*division.column, *division.thirds))}
-    for ends, halves in (
-        (division.column, 1),
-        (division.fused, 2),
-        (division.thirds, 3),
-        (division.quarters, 4),
-    ):
-        for linear in _with_adapter(layer, ends, "lora_B"):
-            _narrow(linear, Shard(0, halves, tp, rank))
-            linear.out_features //= tp
-    for ends, halves in division.inputs:
-        for linear in _with_adapter(layer, ends, "lora_A"):
-            _narrow(linear, Shard(1, halves, tp, rank))
-            linear.in_features //= tp
-    # diffusers' and Whisper's attention; others infer the number of heads from their linears
-    for attention in owners:
-        for count in ("heads", "num_heads"):
-            if hasattr(attention, count):
-                setattr(attention, count, getattr(attention, count) // tp)
-    for _, part in parts(layer, division.vocabulary):
-        _narrow(part, Shard(0, 1, tp, rank))
-        if isinstance(part, nn.Embedding):
-            part.num_embeddings //= tp
-        else:
-            part.out_features //= tp
-        layer.first_id = rank * len(part.weight)
+    for owner in owners(layer):
+        for count in COUNTS:
+            if hasattr(owner, count):  # others infer their heads from their linears
+                setattr(owner, count, getattr(owner, count) // tp)
+    for owner, name, part, sharding in list(listed(layer)):
+        if sharding.dim is None:
+            continue
+        to = Shard(sharding.dim, sharding.packed, tp, rank)
+        if isinstance(part, nn.Parameter):
+            _narrow(owner, name, to)
+            continue
+        adapter = getattr(part, "lora_A" if to.dim else "lora_B", None)
+        for one in (part, adapter) if adapter is not None else (part,):
+            for own, _ in list(one.named_parameters(recurse=False)):
+                _narrow(one, own, to)
+            for count in _SIZES[to.dim]:
+                if hasattr(one, count):
+                    setattr(one, count, getattr(one, count) // tp)
+        if sharding.vocabulary:
+            layer.first_id = rank * len(part.weight)
     return layer
 
 
@@ -97,15 +139,14 @@ def join(layer: PipelineLayer, group: Group | None, cp: Group | None = None) -> 
     if group is None:
         return
     layer.group = group = group if layer.row_by_row else replace(group, overlap=False)
-    division, own = layer.division, set[int]()  # replicated; gradients differ by rank
-    for _, linear in parts(layer, (*division.row, *division.fifths)):
+    own = set[int]()  # replicated; gradients differ by rank
+    for linear in linears(layer, 1):
         own.add(id(linear.bias))
         if group.rank:
             linear.__class__ = WithoutBias
-    for _, norm in parts(layer, division.per_head):
-        own.update(map(id, norm.parameters()))
-    columns = (*division.column, *division.fused, *division.thirds, *division.quarters)
-    for _, linear in parts(layer, (*columns, *division.row, *division.fifths)):
+    for part in linears(layer, None):
+        own.update(map(id, part.parameters()))
+    for linear in (*linears(layer, 0), *linears(layer, 1)):
         own.update(id(getattr(linear, n).weight) for n in ADAPTER if hasattr(linear, n))
     for parameter in layer.parameters():
         partial = shard_of(parameter) is None
@@ -121,44 +162,31 @@ def join(layer: PipelineLayer, group: Group | None, cp: Group | None = None) -> 
 
 def _overlap(layer: PipelineLayer) -> None:
     """Replace sharded linears by those that communicate themselves."""
-    columns: dict[nn.Module, list[ColumnLinear]] = {}
-    for owner, linear in parts(layer, (*layer.division.column, *layer.division.thirds)):
-        linear.__class__ = ColumnLinear
-        columns.setdefault(owner, []).append(cast(ColumnLinear, linear))
-    for linears in columns.values():
-        for one in linears:
-            one.together = tuple(linears)
-    for _, linear in parts(layer, layer.division.row):
+    for owner in owners(layer):
+        columns = [
+            one.part for one in listed(layer) if one.owner is owner and one.sharding.dim == 0
+        ]
+        for linear in columns:
+            linear.__class__ = ColumnLinear
+            linear.together = tuple(columns)
+    for linear in linears(layer, 1):
         linear.__class__ = RowLinear
 
 
-def _heads(owner: nn.Module, linear: nn.Module) -> int:
-    """Return the heads that an attention's linear outputs; 0 if the owner is no attention."""
-    if hasattr(owner, "head_dim"):
-        return int(linear.out_features) // int(owner.head_dim)
-    return int(getattr(owner, "heads", 0))
-
-
-def _with_adapter(layer: PipelineLayer, ends: tuple[str, ...], matrix: str) -> Iterator[Any]:
-    """Yield linears whose path ends in one of `ends`, and one matrix of their adapters (`lora`)."""
-    for _, linear in parts(layer, ends):
-        yield linear
-        if hasattr(linear, matrix):
-            yield getattr(linear, matrix)
-
-
-def _narrow(part: nn.Module, shard: Shard) -> None:
-    """Narrow weights to one rank's shard of a dimension, and the bias if outputs are sharded."""
-    for name, parameter in list(part.named_parameters(recurse=False)):
-        if shard.dim < parameter.ndim:
-            local = piece(parameter.detach(), shard).clone(memory_format=torch.contiguous_format)
-            made = nn.Parameter(local, parameter.requires_grad)
-            made.__dict__["shard"] = shard
-            setattr(part, name, made)
+def _narrow(owner: nn.Module, name: str, shard: Shard) -> None:
+    """Narrow a parameter to one rank's shard, if it has the dimension: a bias has no inputs."""
+    parameter = owner.get_parameter(name)
+    if shard.dim < parameter.ndim:
+        local = piece(parameter.detach(), shard).clone(memory_format=torch.contiguous_format)
+        made = nn.Parameter(local, parameter.requires_grad)
+        made.__dict__["shard"] = shard
+        setattr(owner, name, made)
 
 
 def _join_whole(layer: PipelineLayer, group: Group) -> None:
     """Add hooks around the sharded linears of a library's layer: copy before, reduce after."""
+
+    entered: dict[nn.Module, None] = {}
 
     def before(owner: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any]:
         return tuple(map(copied, given)), {name: copied(value) for name, value in named.items()}
@@ -169,10 +197,12 @@ def _join_whole(layer: PipelineLayer, group: Group) -> None:
     def after(linear: nn.Module, given: tuple[Tensor, ...], made: Tensor) -> Tensor:
         return reduce(made, group)
 
-    division = layer.division
-    owners = [owner for owner, _ in parts(layer, (*division.column, *division.fused))]
-    owners += [linear for _, linear in parts(layer, division.quarters)]
-    for owner in dict.fromkeys(owners):
+    for owner, _, part, sharding in list(listed(layer)):
+        if sharding.dim == 1:
+            part.register_forward_hook(after)
+        elif sharding.dim == 0 and len(sharding.packed) > 1:  # its owner may do more than read
+            part.register_forward_pre_hook(before, with_kwargs=True)
+        elif sharding.dim == 0 and not sharding.vocabulary:
+            entered.setdefault(owner)
+    for owner in entered:
         owner.register_forward_pre_hook(before, with_kwargs=True)
-    for _, linear in parts(layer, (*division.row, *division.fifths)):
-        linear.register_forward_hook(after)

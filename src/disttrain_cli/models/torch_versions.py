@@ -105,3 +105,16 @@ if VERSION < (2, 12):  # later versions count the FLOPs of `varlen_attn` themsel
     ):
         _count._get_raw = True  # type: ignore[union-attr]  # tensors, not their shapes
         flop_counter.flop_registry[_operator] = _count
+
+
+def _convolution_backward_flops(
+    gradient: Tensor, given: Tensor, weight: Tensor, *rest: Any, **_: Any
+) -> int:
+    transposed, mask = rest[4], rest[7]
+    shapes = given.shape, weight.shape, gradient.shape
+    return sum(mask[:2]) * flop_counter.conv_flop_count(*shapes, transposed=transposed)
+
+
+# torch counts a grouped convolution's gradient of its weight as if it had one group
+_convolution_backward_flops._get_raw = True  # type: ignore[attr-defined]  # tensors, not shapes
+flop_counter.flop_registry[torch.ops.aten.convolution_backward] = _convolution_backward_flops

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from disttrain_cli.models.attention import Segments, not_empty, segments_of
-from disttrain_cli.models.division import Division
+from disttrain_cli.models.division import colwise, rowwise
 from disttrain_cli.models.group import Group
 from disttrain_cli.models.host import to_device
 from disttrain_cli.models.layer import Batch, PipelineLayer, TensorSpec, embeds_name
@@ -283,7 +283,7 @@ class Block(ImageLayer):
     kind = "block"
     row_by_row = True
     reads = ("image_hidden",)
-    division = Division(column=("q_proj", "k_proj", "v_proj", "fc1"), row=("out_proj", "fc2"))
+    division = colwise("q_proj", "k_proj", "v_proj", "fc1") | rowwise("out_proj", "fc2")
 
     def __init__(self, module: str, number: int, config: Any, layer: nn.Module, extra: int) -> None:
         super().__init__()

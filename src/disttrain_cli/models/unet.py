@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from disttrain_cli.models.building import LayerMaker
 from disttrain_cli.models.configs.generators import pooled_width, whole_model
-from disttrain_cli.models.division import Division
+from disttrain_cli.models.division import colwise, rowwise
 from disttrain_cli.models.dropout import seeded
 from disttrain_cli.models.generator import Canvas, Finish, GeneratorLayer, Projector, Start, filled
 from disttrain_cli.models.layer import Batch, PipelineLayer, TensorSpec
@@ -64,9 +64,11 @@ class Inner(GeneratorLayer):
     """Down, mid or up block of the U-Net."""
 
     # Heads and FFN of its transformer blocks are sharded; convolutions are replicated.
-    division = Division(
-        column=("to_q", "to_k", "to_v"), fused=("ff.net.0.proj",), row=("to_out.0", "ff.net.2")
-    )
+    division = {
+        **colwise("to_q", "to_k", "to_v"),
+        **colwise("ff.net.0.proj", packed=(1, 1)),  # value and gate
+        **rowwise("to_out.0", "ff.net.2"),
+    }
 
     def __init__(
         self,

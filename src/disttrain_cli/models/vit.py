@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from disttrain_cli.models.attention import not_empty
 from disttrain_cli.models.building import LayerMaker
-from disttrain_cli.models.division import Division
+from disttrain_cli.models.division import colwise, rowwise
 from disttrain_cli.models.dropout import seeded
 from disttrain_cli.models.layer import Batch, TensorSpec
 from disttrain_cli.models.parallel import across, split
@@ -82,7 +82,7 @@ class Block(ImageLayer):
     extra = 1
     row_by_row = True
     reads = ("image_hidden",)
-    division = Division(column=("q_proj", "k_proj", "v_proj", "fc1"), row=("o_proj", "fc2"))
+    division = colwise("q_proj", "k_proj", "v_proj", "fc1") | rowwise("o_proj", "fc2")
 
     def __init__(self, module: str, number: int, config: Any) -> None:
         from transformers.models.vit.modeling_vit import ViTLayer

@@ -23,7 +23,7 @@ from torch.nn import functional
 from disttrain_cli.models.attention import not_empty, segments_of
 from disttrain_cli.models.building import LayerMaker
 from disttrain_cli.models.context_parallel import bounds_of, regrouped
-from disttrain_cli.models.division import Division
+from disttrain_cli.models.division import colwise, rowwise
 from disttrain_cli.models.dropout import seeded
 from disttrain_cli.models.host import constant
 from disttrain_cli.models.layer import Batch, PipelineLayer, TensorSpec
@@ -152,7 +152,7 @@ class Block(WhisperLayer):
     kind = "block"
     row_by_row = True
     reads = ("audio_hidden",)
-    division = Division(column=("q_proj", "k_proj", "v_proj", "fc1"), row=("out_proj", "fc2"))
+    division = colwise("q_proj", "k_proj", "v_proj", "fc1") | rowwise("out_proj", "fc2")
 
     def __init__(self, module: str, number: int, config: Any) -> None:
         from transformers.models.whisper.modeling_whisper import WhisperEncoderLayer
@@ -207,7 +207,7 @@ class Projector(WhisperLayer):
 
     kind = "projector"
     reads = ("audio_hidden",)
-    division = Division(column=("mlp.0",), row=("mlp.2",))
+    division = colwise("mlp.0") | rowwise("mlp.2")
 
     def __init__(self, module: str, config: Any, merge: int, hidden: int, width: int) -> None:
         super().__init__()

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from disttrain_cli.models import symmetric
+from disttrain_cli.models import delta_rule, symmetric
 
 #: Flash attention's padding rows after each segment of its sums, and the multiple to which it
 #: rounds head widths.
@@ -30,6 +30,10 @@ def workspace_bytes(func: Any, args: Any, result: Any) -> int:
             return _convolution(
                 [args[0], args[1], result if isinstance(result, Tensor) else args[2]]
             )
+        case delta_rule.FORWARD:
+            return delta_rule.transient_bytes(args[2], args[1])
+        case delta_rule.BACKWARD:  # and the gradients of states and factors
+            return 2 * delta_rule.transient_bytes(args[3], args[2])
         case symmetric.GATHER if args[4]:
             return 0
         case symmetric.GATHER | symmetric.SCATTER:  # rows that are not kept, or partial sums

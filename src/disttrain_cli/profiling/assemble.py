@@ -121,10 +121,13 @@ def frozen_projection(layer: PipelineLayer) -> bool:
 
     Then it has no adapter either. The projection is the first of the layer's row-parallel linears.
     """
-    return layer.exchanged is not None and not any(
+    if layer.exchanged is None:
+        return False
+    projection = next(end for end, sharding in layer.division.items() if sharding.dim == 1)
+    return not any(
         layer.trains(path)
         for path, _ in layer.named_parameters()
-        if f".{layer.division.row[0]}." in path and path.endswith("weight")
+        if f".{projection}." in path and path.endswith("weight")
     )
 
 

@@ -19,7 +19,7 @@ from disttrain_cli.spec.stage_graph import stage_graph
 from tests.runtime.factory import unit
 
 SHAPES = {"matrix": (8, 6), "fused": (8, 3), "kernel": (4, 3, 2, 2), "vector": (5,), "number": ()}
-DIVIDED = {"matrix": (1, 1), "fused": (0, 2)}  # (dim, halves)
+DIVIDED = {"matrix": (1, (1,)), "fused": (0, (1, 1))}  # (dim, packed)
 
 
 class Weights(PipelineLayer):

@@ -36,17 +36,22 @@ def test_a_range_is_boxes_in_its_own_order(shape: tuple[int, ...], data: st.Data
     rest=SHAPES,
     dim=st.integers(0, 4),
     own=st.integers(1, 3),
-    halves=st.integers(1, 2),
+    packed=st.lists(st.integers(1, 3), min_size=1, max_size=3).map(tuple),
     tp=st.integers(1, 3),
     data=st.data(),
 )
 def test_a_range_of_a_part_lies_in_the_whole_where_the_part_was_cut(
-    rest: tuple[int, ...], dim: int, own: int, halves: int, tp: int, data: st.DataObject
+    rest: tuple[int, ...],
+    dim: int,
+    own: int,
+    packed: tuple[int, ...],
+    tp: int,
+    data: st.DataObject,
 ) -> None:
     dim = min(dim, len(rest))
-    shape = (*rest[:dim], halves * tp * own, *rest[dim:])
+    shape = (*rest[:dim], sum(packed) * tp * own, *rest[dim:])
     whole = torch.arange(math.prod(shape)).view(shape)
-    shard = Shard(dim, halves, tp, data.draw(st.integers(0, tp - 1)))
+    shard = Shard(dim, packed, tp, data.draw(st.integers(0, tp - 1)))
     part = piece(whole, shard).contiguous()
     start = data.draw(st.integers(0, part.numel()))
     values = part.view(-1)[start : data.draw(st.integers(start, part.numel()))]

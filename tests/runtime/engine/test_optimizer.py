@@ -42,7 +42,7 @@ def test_only_matrices_and_embeddings_decay() -> None:
 def test_one_part_of_a_divided_matrix_decays_like_the_whole() -> None:
     row = nn.Parameter(torch.zeros(1, 4))
     assert not decays(row)
-    row.shard = Shard(0, 1, 4, 0)  # type: ignore[attr-defined]
+    row.shard = Shard(0, (1,), 4, 0)  # type: ignore[attr-defined]
     assert decays(row)
 
 
@@ -53,7 +53,7 @@ def test_groups_are_of_one_kind_each_and_leave_out_what_is_frozen() -> None:
         Layer("image_encoder"),
     )
     still.requires_grad_(False)
-    llm.linear.weight.shard = Shard(0, 1, 2, 1)  # type: ignore[attr-defined]
+    llm.linear.weight.shard = Shard(0, (1,), 2, 1)  # type: ignore[attr-defined]
     spec = OptimizerSpec.model_validate(
         {"weight_decay": 0.1, "modules": {"projectors": {"lr": 0.5}}}
     )
@@ -128,7 +128,7 @@ def test_shares_of_the_norm_add_up_over_replicas_and_tp_ranks() -> None:
             layer = Layer("llm")
             for parameter in layer.parameters():
                 parameter.grad = torch.ones_like(parameter)
-            layer.linear.weight.shard = Shard(0, 1, 2, rank)  # type: ignore[attr-defined]
+            layer.linear.weight.shard = Shard(0, (1,), 2, rank)  # type: ignore[attr-defined]
             optimizer = make_optimizer([layer], OptimizerSpec())
             total += sum_of_squares(reduced_gradients(optimizer, dp=2, tp=2), torch.device("cpu"))
     whole = 6 + 6 + 6 + 6  # biases, norm, token

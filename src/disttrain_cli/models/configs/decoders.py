@@ -11,10 +11,11 @@ from disttrain_cli.spec.runfile.model import ModuleSpec
 
 
 class Family(NamedTuple):
-    """Facts about a decoder family that its classes in transformers do not state."""
+    """Facts about a decoder family that transformers' plans do not state."""
 
     published: str | None = None  # class with embedding and head, if not the library's own mapping
     mrope: bool = False
+    norm: str = "norm"  # name of the final norm, if there is no pipeline plan
 
 
 #: By `model_type`. The LLM of a whole vision-language model is published as the text-only LLM of
@@ -22,7 +23,23 @@ class Family(NamedTuple):
 FAMILIES = {
     "qwen2_5_vl_text": Family("Qwen2ForCausalLM", mrope=True),
     "qwen3_vl_text": Family("Qwen3ForCausalLM", mrope=True),
+    "llama4_text": Family(),
+    "olmoe": Family(),
+    "granitemoe": Family(),
+    "stablelm": Family(),
+    "nemotron": Family(),
+    "lfm2": Family(norm="embedding_norm"),
+    "falcon_h1": Family(norm="final_layernorm"),
 }
+
+
+def parts_of(config: Any) -> tuple[str, str, str] | None:
+    """Return a base model's names of embedding, layers and final norm; None if nothing says them."""
+    plan = list(getattr(config, "base_model_pp_plan", None) or ())
+    if plan:
+        return plan[0], "layers", plan[-1]
+    family = FAMILIES.get(config.model_type)
+    return None if family is None else ("embed_tokens", "layers", family.norm)
 
 
 def plan_of(config: Any) -> dict[str, str] | None:
@@ -74,8 +91,8 @@ def head_width(config: Any) -> int:
 
 def positions_of(config: Any) -> Positions:
     """Return the kind of a decoder's position ids."""
-    family = FAMILIES.get(config.model_type)
-    return "mrope" if family and family.mrope else "1d"
+    family, rope = FAMILIES.get(config.model_type), getattr(config, "rope_parameters", None) or {}
+    return "mrope" if (family and family.mrope) or rope.get("mrope_section") else "1d"
 
 
 def check_decoder(name: str, spec: ModuleSpec, config: Any) -> None:

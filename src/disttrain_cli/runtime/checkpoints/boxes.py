@@ -66,12 +66,11 @@ def spread(
     if shard is None:
         yield offsets, values
         return
-    local = shape[shard.dim] // shard.halves  # of each half
-    low, high = offsets[shard.dim], offsets[shard.dim] + values.shape[shard.dim]
-    for half in range(shard.halves):
-        start, stop = max(low, half * local), min(high, (half + 1) * local)
+    low, high, first = offsets[shard.dim], offsets[shard.dim] + values.shape[shard.dim], 0
+    for width in shard.widths(shape[shard.dim]):  # of each packed part, in the shard
+        start, stop = max(low, first), min(high, first + width)
+        at, first = start + first * (shard.tp - 1) + width * shard.rank, first + width
         if start < stop:
-            at = start + local * ((shard.tp - 1) * half + shard.rank)
             view = values.narrow(shard.dim, start - low, stop - start)
             yield (*offsets[: shard.dim], at, *offsets[shard.dim + 1 :]), view
 
