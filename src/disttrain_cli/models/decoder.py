@@ -140,10 +140,9 @@ class Block(DecoderLayer):
     row_by_row = True
     reads: tuple[str, ...] = ("hidden",)
     needs: tuple[str, ...] = ("layout",)
-    division = {
-        **colwise("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"),
-        **rowwise("o_proj", "down_proj"),
-    }
+    division = colwise("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj") | rowwise(
+        "o_proj", "down_proj"
+    )
 
     def __init__(self, module: str, number: int, config: Any) -> None:
         super().__init__()
