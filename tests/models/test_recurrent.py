@@ -1,9 +1,6 @@
 """Stock models with recurrent mixers: packed documents equal documents one at a time."""
 
 import copy
-import gc
-from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -344,13 +341,11 @@ def test_shards_by_heads_sum_to_the_whole_mixer(family):
     mixers = [one.get_submodule(path) for one in shards]
     hidden = torch.randn(2, 70, 32)
     inputs = [hidden.clone().requires_grad_() for _ in range(3)]
-    expected, *partial = [
-        mixer(rows) for mixer, rows in zip((whole, *mixers), inputs, strict=True)
-    ]
+    expected, *sums = [mixer(rows) for mixer, rows in zip((whole, *mixers), inputs, strict=True)]
     weights = torch.randn_like(expected)
-    for made in (expected, *partial):
+    for made in (expected, *sums):
         (made * weights).sum().backward()
-    same(sum(partial), expected, "output")
+    same(sum(sums), expected, "output")
     same(inputs[1].grad + inputs[2].grad, inputs[0].grad, "gradient of the input")
     for name, parameter in whole.named_parameters():
         own = [mixer.get_parameter(name) for mixer in mixers]

@@ -33,6 +33,7 @@ class Sharding:
 #: Sharded weights of a layer, by the end of the path of a module or parameter, as in transformers'
 #: `base_model_tp_plan`; all else is replicated.
 Division = dict[str, Sharding]
+REPLICATED: Division = {}
 
 
 def colwise(*ends: str, packed: tuple[int, ...] = (1,)) -> Division:

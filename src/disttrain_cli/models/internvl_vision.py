@@ -47,10 +47,7 @@ class Block(ImageLayer):
     extra = 1
     row_by_row = True
     reads = ("image_hidden",)
-    division = {
-        **colwise("q_proj", "k_proj", "v_proj", "fc1"),
-        **rowwise("projection_layer", "fc2"),
-    }
+    division = colwise("q_proj", "k_proj", "v_proj", "fc1") | rowwise("projection_layer", "fc2")
 
     def __init__(self, module: str, number: int, config: Any) -> None:
         from transformers.models.internvl.modeling_internvl import InternVLVisionLayer

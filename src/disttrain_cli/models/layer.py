@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from disttrain_cli.models.attention import tensors_in
-from disttrain_cli.models.division import Division
+from disttrain_cli.models.division import REPLICATED, Division
 from disttrain_cli.spec.heads import Item
 from disttrain_cli.spec.runfile.model import PROJECTORS
 
@@ -186,7 +186,7 @@ class PipelineLayer(nn.Module):
     # True if this run trains any of its weights; set when a stage is assembled, like the next
     trained: bool = True
     passes: bool = True  # True if gradients of its inputs are needed
-    division: Division = {}  # sharding over a tensor-parallel group
+    division: Division = REPLICATED  # sharding over a tensor-parallel group
     unsharded: bool = False  # True: its TP size is 1
     # True: over a TP group it operates on local rows of its tensors, else on full tensors
     # (`parallel`)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from disttrain_cli.models.building import LayerMaker
 from disttrain_cli.models.context_parallel import bounds_of, regrouped
-from disttrain_cli.models.division import Division, colwise, rowwise
+from disttrain_cli.models.division import REPLICATED, colwise, rowwise
 from disttrain_cli.models.group import Group
 from disttrain_cli.models.host import to_device
 from disttrain_cli.models.layer import Batch, TensorSpec
@@ -174,7 +174,7 @@ class NormedProjector(Projector):
 class LinearProjector(Projector):
     """One linear without bias, replicated over a TP group; each rank computes its local rows."""
 
-    division: Division = {}
+    division = REPLICATED
 
     def join(self, given: int, joint: Joint) -> None:
         self.linear = nn.Linear(given, joint.width, bias=False)

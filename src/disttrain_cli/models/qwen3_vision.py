@@ -58,11 +58,11 @@ class Embed(qwen_vision.Embed):
 class Block(qwen_vision.Block):
     """Qwen3VLVisionBlock with the class's weights; attention runs over all images at once."""
 
-    division = {
-        **colwise("attn.qkv", packed=(1, 1, 1)),
-        **colwise("linear_fc1"),
-        **rowwise("attn.proj", "linear_fc2"),
-    }
+    division = (
+        colwise("attn.qkv", packed=(1, 1, 1))
+        | colwise("linear_fc1")
+        | rowwise("attn.proj", "linear_fc2")
+    )
 
     def library(self, config: Any) -> tuple[nn.Module, Callable[[], nn.Module]]:
         from transformers.models.qwen3_vl.modeling_qwen3_vl import (

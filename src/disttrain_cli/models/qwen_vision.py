@@ -163,11 +163,11 @@ class Block(QwenLayer):
     row_by_row = True
     fused_heads = True
     reads = ("image_hidden",)
-    division = {
-        **colwise("attn.qkv", packed=(1, 1, 1)),
-        **colwise("gate_proj", "up_proj"),
-        **rowwise("attn.proj", "down_proj"),
-    }
+    division = (
+        colwise("attn.qkv", packed=(1, 1, 1))
+        | colwise("gate_proj", "up_proj")
+        | rowwise("attn.proj", "down_proj")
+    )
 
     def __init__(self, module: str, number: int, config: Any) -> None:
         super().__init__(module, f"block.{number}", config)

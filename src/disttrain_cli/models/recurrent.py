@@ -49,7 +49,7 @@ def mixers(layer: nn.Module) -> dict[str, nn.Module]:
     for path, part in layer.named_modules():
         if not path or any(path.startswith(f"{outer}.") for outer in found):
             continue
-        takes_cache = not _CACHES.isdisjoint(inspect.signature(part.forward).parameters)
+        takes_cache = not _CACHES.isdisjoint(inspect.signature(type(part).forward).parameters)
         if takes_cache and not any(map(_attends, part.modules())):
             found[path] = part
     return found
@@ -131,7 +131,8 @@ def _restarting(kind: type[nn.Module]) -> type[nn.Module]:
         hidden_MLD, *rest = args or (named.pop(first),)
         call: Callable[..., Any] = partial(kind.forward, self)
         leaves, structure = tree_flatten(((hidden_MLD, *rest), named))
-        within, running = _documents.get(), nullcontext()
+        within = _documents.get()
+        running: AbstractContextManager[None] = nullcontext()
         names = _borders(kind, self.training, call, hidden_MLD)
         if names is not None:
             call = partial(call, **{name: within.borders[name] for name in names})
@@ -143,11 +144,13 @@ def _restarting(kind: type[nn.Module]) -> type[nn.Module]:
         with running:
             for args, options in (tree_unflatten(part, structure) for part in parts):
                 made.append(call(*args, **options))
-        outputs, of_one = zip(*map(tree_flatten, made), strict=True)
-        joined = [_joined(list(one), hidden_MLD.shape[:2], within) for one in zip(*outputs)]
+        outputs, (of_one, *_) = zip(*map(tree_flatten, made), strict=True)
+        joined = [
+            _joined(list(one), hidden_MLD.shape[:2], within) for one in zip(*outputs, strict=True)
+        ]
         if joined[0] is None:
             raise NotImplementedError(f"{kind.__name__} does not return features of every row")
-        return tree_unflatten(joined, of_one[0])
+        return tree_unflatten(joined, of_one)
 
     return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
 

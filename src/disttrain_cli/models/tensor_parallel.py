@@ -19,7 +19,6 @@ from disttrain_cli.models.layer import ADAPTER, PipelineLayer
 from disttrain_cli.models.overlapped import ColumnLinear, RowLinear
 from disttrain_cli.models.parallel import copy, reduce
 
-
 #: Attributes of linears, embeddings and convolutions that count outputs or inputs.
 _SIZES = (
     ("out_features", "num_embeddings", "out_channels", "in_channels", "groups"),

@@ -64,11 +64,11 @@ class Inner(GeneratorLayer):
     """Down, mid or up block of the U-Net."""
 
     # Heads and FFN of its transformer blocks are sharded; convolutions are replicated.
-    division = {
-        **colwise("to_q", "to_k", "to_v"),
-        **colwise("ff.net.0.proj", packed=(1, 1)),  # value and gate
-        **rowwise("to_out.0", "ff.net.2"),
-    }
+    division = (
+        colwise("to_q", "to_k", "to_v")
+        | colwise("ff.net.0.proj", packed=(1, 1))  # value and gate
+        | rowwise("to_out.0", "ff.net.2")
+    )
 
     def __init__(
         self,
