@@ -261,6 +261,8 @@ def _counter() -> Any:
             if name in MATRICES:
                 left, right = (args[place] for place in MATRICES[name])
                 return 2 * left.numel() * right.shape[-1]
+            if name == "scores":  # of attention, in memory: rows by rows of keys
+                return 2 * args[0].numel() * args[1].shape[1]
             if name == "convolution":
                 return 2 * result.numel() * math.prod(args[1].shape[1:])
             if name == "convolution_backward":

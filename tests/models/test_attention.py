@@ -196,6 +196,33 @@ def test_every_feature_in_bf16_is_as_exact_as_bf16(name):
     torch.testing.assert_close(made.double(), expected, rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", FEATURES)
+def test_every_feature_is_the_masked_softmax_on_a_gpu(name, dtype):
+    rule, softcap, sunk, width = FEATURES[name]
+    exact = drawn(sum(LENGTHS), 4, 2, 32)
+    exact[2] = drawn(sum(LENGTHS), 4, 2, 4 * width, 1)[2]
+    if sunk:
+        exact.append(torch.tensor([0.5, -1.0, 2.0, 0.0]).double().requires_grad_())
+    given = [one.detach().cuda().to(dtype).requires_grad_() for one in exact]
+    segments = Segments(LENGTHS, given[0].device).under(rule)
+    made = attend(*given[:3], segments, softcap=softcap, sinks_H=given[3] if sunk else None)
+    sinks = exact[3] if sunk else None
+    want = masked(*exact[:3], LENGTHS, rule.causal, rule.window, None, softcap, sinks, rule)
+    near = 4e-2 if dtype is torch.bfloat16 else 1e-5
+    torch.testing.assert_close(made.double().cpu(), want, rtol=near, atol=near)
+    seed = torch.randn_like(want)
+    for own, other in zip(
+        torch.autograd.grad(made, given, seed.cuda().to(dtype)),
+        torch.autograd.grad(want, exact, seed),
+        strict=True,
+    ):
+        scale = float(other.abs().max())
+        torch.testing.assert_close(own.double().cpu() / scale, other / scale, rtol=near, atol=near)
+
+
 class Ran(TorchDispatchMode):
     """Names and shapes of the operators that run."""
 

@@ -137,19 +137,29 @@ def test_packed_samples_are_as_one_at_a_time(name: str) -> None:
     compare(model, ids, LENGTHS, model.config)
 
 
-@pytest.mark.parametrize("name", ["gemma3", "paligemma"])
-def test_vision_tokens_and_prefixes_see_each_other(name: str) -> None:
-    text = SIZES | WINDOW | {"query_pre_attn_scalar": 8}
-    kind = {"gemma3": "gemma3_text", "paligemma": "gemma2"}[name]
-    config = {"text_config": {"model_type": kind, **text}, "vision_config": VISION}
-    model = tiny(name, **config)
+@pytest.mark.parametrize(
+    ("name", "kind", "vision", "kinds"),
+    [
+        ("gemma3", "gemma3_text", VISION, "token_type_ids"),
+        ("gemma4", "gemma4_text", None, "mm_token_type_ids"),
+        ("paligemma", "gemma2", VISION, "token_type_ids"),
+    ],
+)
+def test_vision_tokens_and_prefixes_see_each_other(
+    name: str, kind: str, vision: dict[str, Any] | None, kinds: str
+) -> None:
+    text = (
+        SIZES | FAMILIES[kind] | {"use_bidirectional_attention": "vision" if not vision else None}
+    )
+    config = {"text_config": {"model_type": kind, **text}, "vision_config": vision}
+    model = tiny(name, **config, **{} if vision else {"audio_config": None})
     lengths = [12, 1, 16]
     ids = torch.randint(3, 60, (sum(lengths),), generator=torch.Generator().manual_seed(0))
-    if name == "gemma3":
-        kinds = [0, 0, *[1] * 6, 0, 0, 0, 0, 1, 1, 1, 0, 0, 0, *[1] * 7, 0, 0, 0, 1]
+    if name != "paligemma":
+        own = [0, 0, *[1] * 6, 0, 0, 0, 0, 1, 1, 1, 0, 0, 0, *[1] * 7, 0, 0, 0, 1]
     else:
-        kinds = [*[0] * 6, *[1] * 6, 0, *[0] * 13, 1, 1, 1]
-    compare(model, ids, lengths, model.config.get_text_config(), token_type_ids=torch.tensor(kinds))
+        own = [*[0] * 6, *[1] * 6, 0, *[0] * 13, 1, 1, 1]
+    compare(model, ids, lengths, model.config.get_text_config(), **{kinds: torch.tensor(own)})
 
 
 def test_what_attention_does_not_compute_is_refused() -> None:

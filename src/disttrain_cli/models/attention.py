@@ -242,14 +242,17 @@ class Segments:
         spans = [span for span in (self.rule.spans if self.rule else ()) if span[1] - span[0] > 1]
         if not spans:
             return None
-        queries = np.concatenate([np.arange(stop - 2, start - 1, -1) for start, stop in spans])
-        keys = np.concatenate([np.arange(stop - 1, start, -1) for start, stop in spans])
+        queries, keys = (
+            to_device(torch.from_numpy(np.concatenate(rows)), self._device)
+            for rows in (
+                [np.arange(stop - 2, start - 1, -1) for start, stop in spans],
+                [np.arange(stop - 1, start, -1) for start, stop in spans],
+            )
+        )
         lengths = [stop - start - 1 for start, stop in spans]
         within = Segments(lengths, self._device)
         call = Call((within.starts,) * 2, (within.longest,) * 2, CAUSAL)
-        return Later(
-            *(to_device(torch.from_numpy(rows), self._device) for rows in (queries, keys)), call
-        )
+        return Later(queries, keys, call)
 
     def seen(self, rule: Rule, to: Segments) -> list[Seen]:
         """Return the keys that each row sees, by group of equal lengths or else by segment.
@@ -560,8 +563,8 @@ def _scored(rows: _Rows, within: Segments, to: Segments, how: _How) -> Tensor:
     ]
     made = torch.cat(
         [
-            scored(*part, how.sinks, keys, capped).flatten(0, 1)
-            for *part, keys in zip(*parts, seen, strict=True)
+            scored(query, key, value, how.sinks, keys, capped).flatten(0, 1)
+            for query, key, value, keys in zip(*parts, seen, strict=True)
         ]
     )
     return within.as_before(made) if together else made

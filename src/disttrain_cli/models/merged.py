@@ -42,7 +42,7 @@ def merged(
     sinks_H: Tensor | None,
     call: Call,
     later: Later | None,
-    scale: float,
+    scale: float | None,
 ) -> Tensor:
     """Return attention [R, H, D] of a call and of the spans' later rows, with sinks if any."""
     made: Tensor = _Merged.apply(query_RHD, key_RGD, value_RGD, sinks_H, call, later, scale)
@@ -50,7 +50,7 @@ def merged(
 
 
 def forward(
-    rows: tuple[Tensor, Tensor, Tensor], call: Call, scale: float
+    rows: tuple[Tensor, Tensor, Tensor], call: Call, scale: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return a call's result [R, H, D], its log-sums [H, R] and an unused seed."""
     causal = call.window == CAUSAL
@@ -67,7 +67,7 @@ def backward(
     sums: Tensor,
     seed: Tensor,
     call: Call,
-    scale: float,
+    scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return a call's gradients of its rows, given the whole softmax's result and log-sums."""
     gradients: tuple[Tensor, Tensor, Tensor] = torch.ops.torch_attn._varlen_attn_backward(
@@ -95,7 +95,7 @@ class _Merged(Function):
         sinks: Tensor | None,
         call: Call,
         later: Later | None,
-        scale: float,
+        scale: float | None,
     ) -> Tensor:
         made, sums, seed = forward((query, key, value), call, scale)
         if later is not None:
