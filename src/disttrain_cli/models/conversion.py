@@ -118,8 +118,7 @@ class Conversions:
     def to_files(self, names: Iterable[str]) -> list[Conversion]:
         """Return the conversions from tensors of the class to those that `save_pretrained` writes.
 
-        Args:
-            names: names in the class; the library never writes some tensors of some classes.
+        Names that the class lacks stay as they are; a few of some classes are never written.
         """
         from transformers.core_model_loading import (
             WeightConverter,
@@ -136,8 +135,11 @@ class Conversions:
 
         groups: dict[str, list[tuple[str | None, str]]] = {}
         for name in sorted(set(names) - unwritten, key=dot_natural_key):
-            key, pattern = apply_converters(name, converters)
-            groups.setdefault(key if pattern else rename(name), []).append((pattern, name))
+            key, pattern = name, None
+            if name in self.tensors:
+                key, pattern = apply_converters(name, converters)
+                key = key if pattern else rename(name)
+            groups.setdefault(key, []).append((pattern, name))
         rule_of = _by_pattern(converters)
         return [self._conversion(key, group, rule_of, rename) for key, group in groups.items()]
 
@@ -155,12 +157,10 @@ class Conversions:
         return (names[0], names[1]) if {*names} <= self.tensors.keys() else None
 
     def dtype_of(self, name: str, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype in which a tensor of the class is written.
+        """Return the dtype in which a tensor of the class is written in a precision.
 
-        The library keeps some in fp32, in every precision; integers are no weights.
+        The library keeps some in fp32 in every precision.
         """
-        if name in self.tensors and not self.tensors[name].is_floating_point():
-            return self.tensors[name].dtype
         if self.of_transformers and (plan := self._model._get_dtype_plan(dtype)):
             from transformers.core_model_loading import build_glob_alternation
 
