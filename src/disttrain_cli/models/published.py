@@ -212,14 +212,14 @@ def published_class(architecture: str) -> Any:
 
     if architecture in transformers.CONFIG_MAPPING:
         config = transformers.CONFIG_MAPPING[architecture]
-        for classes_by_config in (
+        for classes in (
+            transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
             transformers.MODEL_FOR_MULTIMODAL_LM_MAPPING,
             transformers.MODEL_FOR_CAUSAL_LM_MAPPING,
             transformers.MODEL_MAPPING,
         ):
-            if config in classes_by_config:
-                classes = classes_by_config[config]
-                return classes[0] if isinstance(classes, tuple) else classes
+            if (found := classes.get(config, None)) is not None:
+                return found[0] if isinstance(found, tuple) else found
     raise SpecError(
         f"transformers {transformers.__version__} has no model {architecture!r}",
         next_step="Install the release that has it, or train another model.",

@@ -430,6 +430,4 @@ def fill_parameter(layer: PipelineLayer, path: str, whole: Tensor) -> None:
 def put(values: Tensor, local: Tensor, layer: PipelineLayer, path: str) -> None:
     """Set values of a parameter; rows of token ids that the source lacks are unchanged."""
     local = local.to(values)
-    values.copy_(
-        torch.where(local.isnan(), values, local) if _is_by_id(layer, path) else local
-    )
+    values.copy_(torch.where(local.isnan(), values, local) if _is_by_id(layer, path) else local)
