@@ -5,7 +5,6 @@ import copy
 import json
 import re
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch

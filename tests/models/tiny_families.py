@@ -176,13 +176,12 @@ def _small(kind: type) -> Any:
         if (part := getattr(default, name, None)) is not None:
             fields[name] = _small(type(part)).to_dict()
     fields |= MORE.get(default.model_type, {})
-    for left_out in (*_LEFT_OUT, None):
+    for left_out in _LEFT_OUT:
         try:
             return kind(**fields)
         except Exception:
-            if left_out is None:
-                raise
             fields.pop(left_out, None)
+    return kind(**fields)
 
 
 def _sized(default: Any, name: str) -> bool:
