@@ -41,7 +41,26 @@ CAUSAL = [
     for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     if getattr(CONFIG_MAPPING[name], "base_model_pp_plan", None)
 ]
-WHOLE = [name for name in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES if name not in UNBUILT]
+#: Image-text families tried in the fast suite: the first ones, and one for each kind of rule.
+FAST = (
+    "ernie4_5_vl_moe",
+    "gemma4",
+    "glm46v",
+    "internvl",
+    "llava",
+    "mistral3",
+    "qwen2_5_omni_thinker",
+    "qwen2_5_vl",
+    "qwen3_5",
+    "qwen3_vl",
+    "qwen3_vl_moe",
+    "qwen4_exp",
+)
+WHOLE = [
+    name if name in FAST else pytest.param(name, marks=pytest.mark.slow)
+    for name in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    if name not in UNBUILT
+]
 
 
 class Part(PipelineLayer):

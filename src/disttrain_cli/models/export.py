@@ -98,32 +98,23 @@ def write_whole(
     model = on_meta(published.model_type, config)
     conversions = Conversions(model)
     tied = any(layer.tied for of_module in layers.values() for layer in of_module)
-    layered = [
-        _Layer(layer, read, published.family.modules[name])
-        for name, of_module in layers.items()
-        for layer in of_module
-    ]
-    covered = {name for owner in layered for name in (*owner.shapes, *owner.shared)}
+    owners: list[_Layer | _Copied] = []
+    covered = set[str]()
+    for name, of_module in layers.items():
+        for layer in of_module:
+            owner = _Layer(layer, read, published.family.modules[name])
+            owners.append(owner)
+            covered |= owner.shapes.keys() | owner.shared
     folder.mkdir(parents=True)
     with Weights(weight_files(published.path)) as weights:
         there = conversions.to_class({name: name for name in weights.names})
-        copied = {
-            name: conversion
-            for name, conversion in there.items()
-            if name in conversions.tensors and name not in covered
-        } | {
-            name: Conversion((name,), name)
-            for in_class, conversion in there.items()
-            if in_class not in conversions.tensors
-            for name in conversion.sources
-        }
-        owners = [
-            *layered,
-            *(
-                _Copied(Stored(weights, conversion, name), partial(change, name))
-                for name, conversion in copied.items()
-            ),
-        ]
+        for name, conversion in there.items():
+            if name not in conversions.tensors:  # none of the class's: as it is
+                for stored in conversion.sources:
+                    same = Stored(weights, Conversion((stored,), stored), stored)
+                    owners.append(_Copied(same, partial(change, stored)))
+            elif name not in covered:
+                owners.append(_Copied(Stored(weights, conversion, name), partial(change, name)))
         total = _write_weights(folder, "model", owners, conversions, dtype, most_bytes)
     fields = published.with_sections(changed)
     fields.pop("torch_dtype", None)
@@ -211,16 +202,16 @@ class _Part:
 def _parts(owners: Sequence[_Layer | _Copied], conversions: Conversions) -> list[_Part]:
     """Return the owners' tensors as parts; owners that share a conversion are one part."""
     owner_of = {name: index for index, owner in enumerate(owners) for name in owner.shapes}
-    part_of, found = list(range(len(owners))), conversions.to_files(owner_of)
+    number_of, found = list(range(len(owners))), conversions.to_files(owner_of)
     for conversion in found:
-        shared = {part_of[owner_of[name]] for name in conversion.sources}
+        shared = {number_of[owner_of[name]] for name in conversion.sources}
         if len(shared) > 1:
-            part_of = [min(shared) if part in shared else part for part in part_of]
+            number_of = [min(shared) if number in shared else number for number in number_of]
     parts: dict[int, _Part] = {}
-    for owner, part in zip(owners, part_of, strict=True):
-        parts.setdefault(part, _Part([], [])).owners.append(owner)
+    for owner, number in zip(owners, number_of, strict=True):
+        parts.setdefault(number, _Part([], [])).owners.append(owner)
     for conversion in found:
-        part = parts[part_of[owner_of[conversion.sources[0]]]]
+        part = parts[number_of[owner_of[conversion.sources[0]]]]
         part.conversions.append(conversion)
         part.elements += sum(
             owners[owner_of[name]].shapes[name].numel() for name in conversion.sources
