@@ -27,7 +27,7 @@ from disttrain_cli.models.layer import PipelineLayer
 from disttrain_cli.models.published import Weights, locate, published_class, weight_files
 from disttrain_cli.models.weights import load_into
 from disttrain_cli.spec.runfile import Run, RunFile
-from tests.models.tiny_families import tiny
+from tests.models.tiny_configs import tiny
 
 #: Image-text families that cannot be built tiny here, with the reason.
 UNBUILT = {
