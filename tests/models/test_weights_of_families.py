@@ -367,3 +367,12 @@ def test_a_quantised_form_with_other_names_is_named(mixtral, tmp_path):
 def test_a_family_that_is_not_installed_is_named():
     with pytest.raises(SpecError, match="has no model 'of_next_year'"):
         published_class("of_next_year")
+
+
+def test_a_tensor_that_the_class_lacks_keeps_its_name(mixtral):
+    conversions = Conversions(mixtral[0])
+    ours, theirs = "model.layers.0.mlp.gate.weight", "mtp.layers.0.mlp.gate.weight"
+    assert [one.name for one in conversions.to_files([ours, theirs])] == [
+        "model.layers.0.block_sparse_moe.gate.weight",
+        theirs,
+    ]
