@@ -36,7 +36,7 @@ class Architecture:
     Attributes:
         item: kind of item that the module processes.
         published: the library's class whose weights `PipelineLayer.published` names, as
-            "MODULE:CLASS".
+            "MODULE:CLASS"; None: the one that transformers has for the `model_type`.
         read: returns the configuration (and a VAE's) from (name, architecture, spec, fields of
             `config.json`); raises SpecError.
         make: returns the layers' factories in pipeline order.
@@ -47,7 +47,7 @@ class Architecture:
 
     kind: Kind
     item: Item
-    published: str
+    published: str | None
     read: Callable[[str, str, ModuleSpec, dict[str, Any]], tuple[Any, dict[str, Any] | None]]
     make: Callable[[Joined], list[LayerMaker]]
     inputs: Callable[[Run, ModuleConfig], Head] | None = None

@@ -407,16 +407,16 @@ def architectures() -> dict[str, Architecture]:
     )
     from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES as BASE
 
-    published = {name: made for name, made in BASE.items() if name.endswith("_text")} | CAUSAL
+    names = {*CAUSAL, *(name for name in BASE if name.endswith("_text"))}
     entries = {
         name: Architecture(
             "llm",
             "sequence",
-            f"transformers:{decoders.FAMILIES.get(name, Family(made)).published}",
+            decoders.FAMILIES.get(name, Family()).published,
             _read_decoder,
             _decoder,
         )
-        for name, made in published.items()
+        for name in sorted(names)
     }
     return with_plugins("disttrain.architectures", {**entries, **_OWN})
 

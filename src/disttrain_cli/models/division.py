@@ -63,6 +63,12 @@ def sharding_of(division: Division, path: str) -> Sharding | None:
     )
 
 
+def by_ids(division: Division, path: str) -> bool:
+    """Return True if a submodule is sharded by token ids, of which it has a row each."""
+    sharding = sharding_of(division, path)
+    return sharding is not None and sharding.vocabulary
+
+
 @dataclass(frozen=True)
 class Shard:
     """Shard of a tensor on one TP rank: a `tp`-th of `dim` in each of its packed parts."""

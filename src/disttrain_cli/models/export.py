@@ -1,11 +1,14 @@
-"""Export of weights, layer by layer, to folders that `from_pretrained` loads."""
+"""Export of weights, layer by layer, to folders that `from_pretrained` loads.
+
+Names and forms are those that the library's `save_pretrained` of the class writes (`conversion`).
+"""
 
 from __future__ import annotations
 
 import copy
 import json
 import stat
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -17,13 +20,14 @@ import torch
 from torch import Tensor
 
 from disttrain_cli.models.configs.wholes import whole_config
+from disttrain_cli.models.conversion import Conversion, Conversions
 from disttrain_cli.models.division import whole_shape
 from disttrain_cli.models.layer import PipelineLayer
 from disttrain_cli.models.published import (
+    Stored,
     Weights,
     on_meta,
     published_class,
-    renaming,
     weight_files,
 )
 from disttrain_cli.spec.families.family import Module
@@ -57,17 +61,15 @@ def write_model(
     """Write a published model's configuration and weights.
 
     Args:
-        architecture: its name in `architectures.ARCHITECTURES`, or "vae".
+        architecture: its name, as for `published_class`.
         layers: all layers that hold a part of it, without memory for their weights.
         read: returns the unsharded tensors of a layer by the paths of its parameters.
     """
     model = on_meta(architecture, config)
     tied = any(layer.tied for layer in layers)
     stem = _write_config(folder, model, config, dtype, tied)
-    saved = _saved_names(model)
-    total = _write_weights(
-        folder, stem, [_Part(layer, read, saved) for layer in layers], dtype, most_bytes
-    )
+    owners = [_Layer(layer, read) for layer in layers]
+    total = _write_weights(folder, stem, owners, Conversions(model), dtype, most_bytes)
     return Written(folder.name, import_path(published_class(architecture)), total)
 
 
@@ -94,24 +96,26 @@ def write_whole(
     """
     config = whole_config(published)
     model = on_meta(published.model_type, config)
-    saved, family = _saved_names(model), published.family
+    conversions = Conversions(model)
     tied = any(layer.tied for of_module in layers.values() for layer in of_module)
-    layered = [
-        _Part(layer, read, saved, family.modules[name])
-        for name, of_module in layers.items()
-        for layer in of_module
-    ]
-    known = {name for part in layered for name in (*part.names, *part.shared)}
+    owners: list[_Layer | _Copied] = []
+    covered = set[str]()
+    for name, of_module in layers.items():
+        for layer in of_module:
+            owner = _Layer(layer, read, published.family.modules[name])
+            owners.append(owner)
+            covered |= owner.shapes.keys() | owner.shared
     folder.mkdir(parents=True)
     with Weights(weight_files(published.path)) as weights:
-        rename = renaming(published.model_type, config)
-        there = {rename(name): name for name in weights.names}
-        unread = [
-            _Stored(weights, stored, saved.get(name, name), partial(change, name))
-            for name, stored in there.items()
-            if saved.get(name, name) not in known
-        ]
-        total = _write_weights(folder, "model", [*layered, *unread], dtype, most_bytes)
+        there = conversions.to_class({name: name for name in weights.names})
+        for name, conversion in there.items():
+            if name not in conversions.tensors:  # none of the class's: as it is
+                for stored in conversion.sources:
+                    same = Stored(weights, Conversion((stored,), stored), stored)
+                    owners.append(_Copied(same, partial(change, stored)))
+            elif name not in covered:
+                owners.append(_Copied(Stored(weights, conversion, name), partial(change, name)))
+        total = _write_weights(folder, "model", owners, conversions, dtype, most_bytes)
     fields = published.with_sections(changed)
     fields.pop("torch_dtype", None)
     fields |= {
@@ -124,39 +128,27 @@ def write_whole(
     return Written(folder.name, "transformers.AutoModelForImageTextToText", total)
 
 
-class _Part:
-    """Tensors of a file that come from a layer."""
+class _Layer:
+    """Tensors of the class that come from a layer."""
 
-    def __init__(
-        self,
-        layer: PipelineLayer,
-        read: Read,
-        saved: Mapping[str, str],
-        module: Module | None = None,
-    ) -> None:
-        self._layer, self._read, self._saved, self._module = layer, read, saved, module
+    def __init__(self, layer: PipelineLayer, read: Read, module: Module | None = None) -> None:
+        self._layer, self._read, self._module = layer, read, module
         blank = {
             path: torch.empty(whole_shape(parameter), device="meta")
             for path, parameter in layer.named_parameters()
         }
-        self.shapes = self._named(
-            {path: tensor for path, tensor in blank.items() if path not in layer.tied}
-        )
+        #: shapes by name in the class
+        self.shapes = {
+            name: tensor.shape
+            for name, tensor in self._named(
+                {path: tensor for path, tensor in blank.items() if path not in layer.tied}
+            ).items()
+        }
         #: names of tied tensors, which another layer writes
         self.shared = self._named({path: blank[path] for path in layer.tied}).keys()
 
-    @property
-    def names(self) -> Iterable[str]:
-        """Names of its tensors in the file."""
-        return self.shapes.keys()
-
-    @property
-    def elements(self) -> int:
-        """Number of elements in all of its tensors."""
-        return sum(tensor.numel() for tensor in self.shapes.values())
-
     def tensors(self) -> dict[str, Tensor]:
-        """Return its tensors by their names in the file."""
+        """Return its tensors by their names in the class."""
         tensors, tied = self._read(self._layer), self._layer.tied
         return self._named({path: tensors[path] for path in tensors if path not in tied})
 
@@ -170,59 +162,91 @@ class _Part:
                 for path, tensor in tensors.items()
                 if layer.published_path(path) is None
             }
-        return {self._saved.get(name, name): tensor for name, tensor in named.items()}
+        return named
 
 
-@dataclass(frozen=True)
-class _Stored:
-    """Tensor of the published folder that is written again."""
+class _Copied:
+    """Tensor of the class that the published folder holds and no layer has."""
 
-    weights: Weights
-    stored: str
-    name: str
-    change: Callable[[Tensor], Tensor]
-
-    @property
-    def names(self) -> Iterable[str]:
-        """Its name in the file."""
-        return (self.name,)
-
-    @property
-    def elements(self) -> int:
-        """Number of its elements."""
-        return torch.Size(self.weights.shape(self.stored)).numel()
+    def __init__(self, stored: Stored, change: Callable[[Tensor], Tensor]) -> None:
+        self._stored, self._change = stored, change
+        self.shapes = {stored.name: torch.Size(stored.shape or ())}
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensor by its name in the file."""
-        return {self.name: self.change(self.weights.read(self.stored))}
+        """Return it by its name in the class."""
+        return {self._stored.name: self._change(self._stored.read())}
+
+
+@dataclass
+class _Part:
+    """Consecutive tensors of a file: those that result from some owners' together."""
+
+    owners: list[_Layer | _Copied]
+    conversions: list[Conversion]
+    elements: int = 0
+
+    def tensors(self, dtype_of: Callable[[str], torch.dtype]) -> dict[str, Tensor]:
+        """Return the tensors by their names in the file."""
+        values = {
+            name: tensor.to(dtype_of(name)) if tensor.is_floating_point() else tensor
+            for owner in self.owners
+            for name, tensor in owner.tensors().items()
+        }
+        return {
+            name: tensor
+            for conversion in self.conversions
+            for name, tensor in conversion(values.pop).items()
+        }
+
+
+def _parts(owners: Sequence[_Layer | _Copied], conversions: Conversions) -> list[_Part]:
+    """Return the owners' tensors as parts; owners that share a conversion are one part."""
+    owner_of = {name: index for index, owner in enumerate(owners) for name in owner.shapes}
+    number_of, found = list(range(len(owners))), conversions.to_files(owner_of)
+    for conversion in found:
+        shared = {number_of[owner_of[name]] for name in conversion.sources}
+        if len(shared) > 1:
+            number_of = [min(shared) if number in shared else number for number in number_of]
+    parts: dict[int, _Part] = {}
+    for owner, number in zip(owners, number_of, strict=True):
+        parts.setdefault(number, _Part([], [])).owners.append(owner)
+    for conversion in found:
+        part = parts[number_of[owner_of[conversion.sources[0]]]]
+        part.conversions.append(conversion)
+        part.elements += sum(
+            owners[owner_of[name]].shapes[name].numel() for name in conversion.sources
+        )
+    return list(parts.values())
 
 
 def _write_weights(
     folder: Path,
     stem: str,
-    parts: Sequence[_Part | _Stored],
+    owners: Sequence[_Layer | _Copied],
+    conversions: Conversions,
     dtype: torch.dtype,
     most_bytes: int,
 ) -> int:
     """Write safetensors files, with an index if several; return the number of elements."""
-    files = list(_files(parts, dtype.itemsize, most_bytes))
+    files = list(_files(_parts(owners, conversions), dtype.itemsize, most_bytes))
     file_of: dict[str, str] = {}
-    total = 0
+    total = size = 0
     for number, in_file in enumerate(files, 1):
         name = (
             f"{stem}.safetensors"
             if len(files) == 1
             else f"{stem}-{number:05d}-of-{len(files):05d}.safetensors"
         )
-        tensors = {
-            path: tensor.to(dtype) for part in in_file for path, tensor in part.tensors().items()
-        }
+        tensors: dict[str, Tensor] = {}
+        for part in in_file:
+            tensors |= part.tensors(partial(conversions.dtype_of, dtype=dtype))
         save_tensors(tensors, folder / name)
         file_of |= dict.fromkeys(tensors, name)
         total += sum(tensor.numel() for tensor in tensors.values())
+        size += sum(tensor.nbytes for tensor in tensors.values())
     if len(files) > 1:
         index = {
-            "metadata": {"total_size": total * dtype.itemsize, "total_parameters": total},
+            "metadata": {"total_size": size, "total_parameters": total},
             "weight_map": file_of,
         }
         (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=2))
@@ -270,28 +294,9 @@ def import_path(made: type) -> str:
     return f"{home}.{made.__name__}"
 
 
-def _saved_names(model: Any) -> dict[str, str]:
-    """Return the library's names of the model's tensors in a file, by their names in the class.
-
-    Empty for libraries other than transformers.
-    """
-    from transformers import PreTrainedModel
-    from transformers.core_model_loading import revert_weight_conversion
-
-    if not isinstance(model, PreTrainedModel):
-        return {}
-    state = model.state_dict()
-    names = {id(tensor): name for name, tensor in state.items()}
-    return {
-        names[id(tensor)]: name for name, tensor in revert_weight_conversion(model, state).items()
-    }
-
-
-def _files(
-    parts: Sequence[_Part | _Stored], itemsize: int, most_bytes: int
-) -> Iterator[list[_Part | _Stored]]:
+def _files(parts: Sequence[_Part], itemsize: int, most_bytes: int) -> Iterator[list[_Part]]:
     """Yield the consecutive parts of each file."""
-    in_file: list[_Part | _Stored] = []
+    in_file: list[_Part] = []
     filled = 0
     for part in parts:
         size = part.elements * itemsize

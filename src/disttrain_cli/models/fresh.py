@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from disttrain_cli.models.configs.wholes import whole_config
+from disttrain_cli.models.conversion import Conversions
 from disttrain_cli.models.published import SINGLE, published_class
 from disttrain_cli.spec.families.folder import read_folder
 
@@ -26,6 +27,8 @@ def random_weights(folder: Path, seed: int) -> tuple[str, bytes]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = published_class(published.model_type)(whole_config(published))
-    names = {tensor.data_ptr(): name for name, tensor in reversed(model.state_dict().items())}
-    tensors = {name: model.state_dict()[name] for name in names.values()}
+    state = model.state_dict()
+    tensors: dict[str, torch.Tensor] = {}
+    for conversion in Conversions(model).to_files(state.keys() - model.all_tied_weights_keys):
+        tensors |= conversion(state.__getitem__)
     return SINGLE[0], save(tensors, metadata={"format": "pt"})

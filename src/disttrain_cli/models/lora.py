@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from disttrain_cli.errors import SpecError
-from disttrain_cli.models.division import sharding_of
+from disttrain_cli.models.division import by_ids
 from disttrain_cli.models.dropout import announce, of_adapter
 from disttrain_cli.models.layer import ADAPTER, PipelineLayer, is_adapter
 from disttrain_cli.spec.families.family import prefixed
@@ -144,12 +144,7 @@ def targets(layer: PipelineLayer, lora: Lora) -> Iterator[tuple[str, Any]]:
 
 
 def _is_adaptable(layer: PipelineLayer, path: str) -> bool:
-    return isinstance(layer.get_submodule(path), nn.Linear) and not _by_ids(layer, path)
-
-
-def _by_ids(layer: PipelineLayer, path: str) -> bool:
-    sharding = sharding_of(layer.division, path)
-    return sharding is not None and sharding.vocabulary
+    return isinstance(layer.get_submodule(path), nn.Linear) and not by_ids(layer.division, path)
 
 
 def _is_target(layer: PipelineLayer, path: str, lora: Lora) -> bool:
@@ -217,7 +212,7 @@ def check_targets(lora: Lora, layers: Sequence[PipelineLayer]) -> None:
             for layer in layers
             for path, part in layer.named_modules()
             if isinstance(part, nn.Linear)
-            and not _by_ids(layer, path)
+            and not by_ids(layer.division, path)
             and f"{path}.weight" not in layer.saved
             and not path.endswith(("lora_A", "lora_B"))
             and (name := layer.published_path(path)) is not None

@@ -1,17 +1,18 @@
 """Folders of published weights: tensors by name, read one at a time, under any prefix.
 
 A folder follows Hugging Face's layout: one safetensors file, or several with an index. Pickled
-files are never opened. Names are those of the installed library's class; names that older versions
-wrote are translated by the library's own rules, and the prefix of a model that was saved inside a
-larger one is inferred from the names.
+files are never opened. Names and forms are those of the installed library's class; what files hold
+is converted by the library's own rules (`conversion`), and the prefix of a model that was saved
+inside a larger one is inferred from the names.
 """
 
 from __future__ import annotations
 
 import copy
 import shlex
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from disttrain_cli.errors import SpecError
 from disttrain_cli.models.architectures import architectures
-from disttrain_cli.spec.families.table import FAMILIES
+from disttrain_cli.models.conversion import Conversion, Conversions
 from disttrain_cli.spec.files import parse_json
 from disttrain_cli.spec.hub import fetch_weights
 
@@ -34,13 +35,6 @@ _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.bin.index.json")
 POINTER = b"version https://git-lfs"  # first bytes of a pointer file
 
 _VAE = "diffusers:AutoencoderKL"
-# Renamed attention parameters of autoencoders saved by diffusers before 0.16.
-_OLD_VAE = {
-    ".query.": ".to_q.",
-    ".key.": ".to_k.",
-    ".value.": ".to_v.",
-    ".proj_attn.": ".to_out.0.",
-}
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -161,17 +155,75 @@ class Weights:
         return tensor
 
 
+@dataclass(frozen=True)
+class Stored:
+    """Tensor of a class as some files hold it.
+
+    Attributes:
+        name: in the class.
+    """
+
+    weights: Weights
+    conversion: Conversion
+    name: str
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Names of the tensors in the files that it results from."""
+        return self.conversion.sources
+
+    @property
+    def label(self) -> str:
+        """Name in the files, for messages."""
+        first, *_, last = self.sources if len(self.sources) > 1 else (*self.sources, "")
+        return f"{first} … {last}" if last else first
+
+    @property
+    def shape(self) -> tuple[int, ...] | None:
+        """Its shape, without reading it; None if the shapes in the files do not fit each other."""
+        if self.conversion.rule is None:
+            return self.weights.shape(self.sources[0])
+        try:
+            return self.conversion.shapes(self.weights.shape)[self.name]
+        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):
+            return None  # rules raise what torch does
+
+    def read(self) -> Tensor:
+        """Return the tensor."""
+        return self.conversion(self.weights.read)[self.name]
+
+
 @cache
 def published_class(architecture: str) -> Any:
-    """Return the library class that saves and loads an architecture or a whole model."""
-    if architecture == "vae":
-        path = _VAE
-    elif architecture in FAMILIES:
-        path = FAMILIES[architecture].published
-    else:
-        path = architectures()[architecture].published
-    module, _, name = path.partition(":")
-    return getattr(import_module(module), name)
+    """Return the library class that saves and loads an architecture or a whole model.
+
+    Where no entry of ours names one, transformers does: of a `model_type` the class of the whole
+    model with images or audio, if any, else the causal language model, else the model alone.
+
+    Raises:
+        SpecError: the installed transformers has no such model.
+    """
+    entry = architectures().get(architecture)
+    path = _VAE if architecture == "vae" else entry.published if entry else None
+    if path is not None:
+        module, _, name = path.partition(":")
+        return getattr(import_module(module), name)
+    import transformers
+
+    if architecture in transformers.CONFIG_MAPPING:
+        config = transformers.CONFIG_MAPPING[architecture]
+        for classes in (
+            transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+            transformers.MODEL_FOR_MULTIMODAL_LM_MAPPING,
+            transformers.MODEL_FOR_CAUSAL_LM_MAPPING,
+            transformers.MODEL_MAPPING,
+        ):
+            if (found := classes.get(config, None)) is not None:
+                return found[0] if isinstance(found, tuple) else found
+    raise SpecError(
+        f"transformers {transformers.__version__} has no model {architecture!r}",
+        next_step="Install the release that has it, or train another model.",
+    )
 
 
 def on_meta(architecture: str, config: Any) -> Any:
@@ -190,49 +242,31 @@ def on_meta(architecture: str, config: Any) -> Any:
         return made(config)
 
 
-def renaming(architecture: str, config: Any) -> Callable[[str], str]:
-    """Return a function from published tensor names to the installed class's names."""
-    if architecture == "vae":
-        return _renamed_vae
-    if isinstance(config, dict):
-        return lambda name: name
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightRenaming, rename_source_key
-
-    model = on_meta(architecture, config)
-    rules = [
-        rule for rule in get_model_conversion_mapping(model) if isinstance(rule, WeightRenaming)
-    ]
-    known = model.state_dict()
-    return lambda name: rename_source_key(name, rules, [], model.base_model_prefix, known)[0]
-
-
-def _renamed_vae(name: str) -> str:
-    for old, new in _OLD_VAE.items():
-        name = name.replace(old, new)
-    return name
-
-
 def locate(
-    names: Collection[str], wanted: Collection[str], rename: Callable[[str], str]
-) -> dict[str, str]:
-    """Return the name in the files of each wanted tensor that exists, by its name in the class.
+    weights: Weights, wanted: Collection[str], conversions: Conversions
+) -> dict[str, Stored]:
+    """Return each wanted tensor of a class that some files hold, by its name in the class.
 
     A part of a larger model has a prefix there ("language_model.", "vision_tower.vision_model."):
     the prefix with the most matches is used; tensors without a match (an LLM's head outside its
     body) are looked up under its parent prefixes.
     """
-    by_prefix: dict[str, dict[str, str]] = {}
+    names = weights.names
+    by_prefix: dict[str, dict[str, Stored]] = {}
     for prefix in sorted({prefix for name in names for prefix in _prefixes(name)}, key=len):
-        renamed = {rename(name[len(prefix) :]): name for name in names if name.startswith(prefix)}
-        by_prefix[prefix] = {name: renamed[name] for name in wanted if name in renamed}
+        there = conversions.to_class(
+            {name[len(prefix) :]: name for name in names if name.startswith(prefix)}
+        )
+        by_prefix[prefix] = {
+            name: Stored(weights, there[name], name) for name in wanted if name in there
+        }
         if len(by_prefix[prefix]) == len(wanted):
             return by_prefix[prefix]
     best = max(by_prefix, key=lambda prefix: len(by_prefix[prefix]), default="")
-    stored_as: dict[str, str] = {}
+    stored: dict[str, Stored] = {}
     for prefix in sorted((prefix for prefix in by_prefix if best.startswith(prefix)), key=len):
-        stored_as |= by_prefix[prefix]
-    return stored_as
+        stored |= by_prefix[prefix]
+    return stored
 
 
 def _prefixes(name: str) -> Iterable[str]:

@@ -1,13 +1,14 @@
 """Import of weights: layers load their tensors from the Hugging Face folders in the run file.
 
-Only the tensors of the given layers are read, one at a time; of a tensor that is sharded over a TP
-group each rank keeps its shard. Parameters that no published model has (projectors) are unchanged.
+Only the tensors of the given layers are read, one at a time, each with the tensors of the files
+that it results from; of one that is sharded over a TP group each rank keeps its shard. Parameters
+that no published model has (projectors) are unchanged.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -21,15 +22,11 @@ from disttrain_cli.models.architectures import SCHEDULE, read_configs, scheduler
 from disttrain_cli.models.configs import ModuleConfig
 from disttrain_cli.models.configs.noise import unread
 from disttrain_cli.models.configs.wholes import whole_config
-from disttrain_cli.models.division import piece, shard_of, whole_shape
+from disttrain_cli.models.conversion import Conversions
+from disttrain_cli.models.division import by_ids, piece, shard_of, whole_shape
 from disttrain_cli.models.graph import build_layers, layer_table
 from disttrain_cli.models.layer import PipelineLayer
-from disttrain_cli.models.published import (
-    Weights,
-    locate,
-    renaming,
-    weight_files,
-)
+from disttrain_cli.models.published import Stored, Weights, locate, on_meta, weight_files
 from disttrain_cli.spec.families.family import Module
 from disttrain_cli.spec.families.folder import published_in
 from disttrain_cli.spec.files import parse_json
@@ -37,12 +34,6 @@ from disttrain_cli.spec.hub import snapshot_of
 from disttrain_cli.spec.runfile import Run
 from disttrain_cli.spec.runfile.published import is_of, joins_as
 
-#: A folder with tied embedding and head holds the embedding only: the head is, or, if this run does
-#: not tie them, starts as, a copy of it.
-TIED = {"lm_head.weight": "model.embed_tokens.weight"}
-#: Tensors with a row per token id; ids without a row in the folder (a tokenizer's new ones) start
-#: at random.
-_BY_ID = {*TIED, *TIED.values()}
 _SHOWN = 4  # names listed in an error message
 #: Supported storage dtypes, in safetensors' names; quantised values mean nothing without their
 #: scales.
@@ -204,48 +195,50 @@ def _load(
     files = weight_files(source.folder)
     if not files:  # `starting_weights` reports it
         return []
-    rename = renaming(source.architecture, source.config)
-    own = rename if source.part is None else source.part.name_in_whole
+    conversions = Conversions(on_meta(source.architecture, source.config))
     of_part = [layer for layer in module_layers(run, module) if layer.weights_of == part]
-    of_module = published_shapes(of_part) | published_shapes(layers)
+    in_class = {
+        name: name if source.part is None else source.part.name_in_whole(name)
+        for name in published_shapes(of_part) | published_shapes(layers)
+    }
+    # a folder with tied embedding and head holds the embedding only: the head is, or, if this run
+    # does not tie them, starts as, a copy of it
+    head, body = conversions.head or ("", "")
     ties = any(layer.tied for layer in of_part)
     with Weights(files) as weights:
-        today = {name: own(name) for name in of_module}
-        tied = {today[head]: own(body) for head, body in TIED.items() if head in of_module}
-        located = locate(weights.names, {*today.values(), *tied.values()}, rename)
-        if any(layer.tied for layer in layers):
-            for head, body in tied.items():
-                if {head, body} <= located.keys():
-                    _check_equal(located[head], located[body], weights, source, module)
-        copied = {
-            head: located[body]
-            for head, body in tied.items()
-            if head not in located and body in located
-        }
+        wanted = {*in_class.values(), *((body,) if head in in_class.values() else ())}
+        located = locate(weights, wanted, conversions)
+        copied = head in wanted and head not in located and body in located
+        if any(layer.tied for layer in layers) and {head, body} <= located.keys():
+            _check_equal(located[head], located[body], source, module)
         if copied and not ties and not _ties(source):
-            raise _lacking(list(copied), weights, source)
-        located |= copied
-        source_of = {name: located[now] for name, now in today.items() if now in located}
-        shapes = published_shapes(layers)
-        asked = "vocab_size" in (run.file.model.modules[module].config or {})
-        new = max(_check(shapes, source_of, weights, source, asked), default=0)
+            raise _lacking([head], weights, source)
+        if copied:
+            located[head] = located[body]
+        stored = {name: located[now] for name, now in in_class.items() if now in located}
+        shapes, by_id = published_shapes(layers), _by_id(layers)
+        asked = by_id if "vocab_size" in (run.file.model.modules[module].config or {}) else set()
+        new = max(_check(shapes, stored, weights, source, conversions, asked), default=0)
         for layer in layers:
             for path, whole in layer.from_published(
-                lambda name: _read(weights, source_of[name], name, shapes[name])
+                lambda name: (
+                    _read(stored[name], shapes[name]) if name in by_id else stored[name].read()
+                )
             ):
                 fill(layer, path, whole)
-        read = {*source_of.values(), *located.values()}
+        read = {name for one in located.values() for name in one.sources}
+        others = {name: name for name in weights.names if name not in read}
         unused = sorted(
-            name
-            for name in weights.names
-            if name not in read and _belongs(rename(name), part, source.part)
+            {
+                unread
+                for name, conversion in conversions.to_class(others).items()
+                if _belongs(name, part, source.part)
+                for unread in conversion.sources
+            }
         )
     said = [f"{module}: weights from {source.folder}."]
     if copied and not ties:
-        said.append(
-            f"{module}: there is no {', '.join(copied)}; it starts as a copy of"
-            f" {TIED[next(iter(copied))]}."
-        )
+        said.append(f"{module}: there is no {head}; it starts as a copy of {body}.")
     if new:
         said.append(
             f"{module}: {new} token ids are new to {source.folder}; their rows start at random."
@@ -271,10 +264,6 @@ def _belongs(name: str, part: str, module: Module | None) -> bool:
 def _load_joint(layers: Sequence[PipelineLayer], source: Source, fill: Fill) -> None:
     """Load the weights of a projector that the whole model has."""
     assert source.part is not None
-    rename, joint_in_whole = (
-        renaming(source.architecture, source.config),
-        source.part.joint_in_whole,
-    )
     ours = [
         (layer, path, parameter)
         for layer in layers
@@ -284,69 +273,100 @@ def _load_joint(layers: Sequence[PipelineLayer], source: Source, fill: Fill) -> 
     files = weight_files(source.folder) if ours else []
     if not files:
         return
+    conversions = Conversions(on_meta(source.architecture, source.config))
     with Weights(files) as weights:
-        there = {rename(name): name for name in weights.names}
-        names = {path: joint_in_whole(path) for _, path, _ in ours}
+        there = conversions.to_class({name: name for name in weights.names})
+        names = {path: source.part.joint_in_whole(path) for _, path, _ in ours}
         shapes = {names[path]: whole_shape(parameter) for _, path, parameter in ours}
-        stored = {name: there[name] for name in shapes if name in there}
-        list(_check(shapes, stored, weights, source))
+        stored = {name: Stored(weights, there[name], name) for name in shapes if name in there}
+        list(_check(shapes, stored, weights, source, conversions))
         for layer, path, _ in ours:
-            fill(layer, path, weights.read(stored[names[path]]))
+            fill(layer, path, stored[names[path]].read())
 
 
 def _check(
-    shapes: dict[str, tuple[int, ...]],
-    source_of: dict[str, str],
+    shapes: Mapping[str, tuple[int, ...]],
+    stored: Mapping[str, Stored],
     weights: Weights,
     source: Source,
-    asked: bool = False,
+    conversions: Conversions,
+    by_id: Collection[str] = (),
 ) -> Iterator[int]:
     """Raise SpecError for missing tensors, wrong shapes and unsupported dtypes.
 
-    Yields the number of rows that tensors by token id lack, if the run file itself sets the
-    vocabulary's size (`asked`).
+    Yields the number of rows that tensors `by_id` lack, whose size the run file itself sets.
     """
-    missing = [name for name in shapes if name not in source_of]
+    missing = [name for name in shapes if name not in stored]
     if missing:
         raise _lacking(missing, weights, source)
     for name, expected in shapes.items():
-        given, kind = weights.shape(source_of[name]), weights.stored_as(source_of[name])
-        if kind not in _STORED_AS:
-            raise SpecError(
-                f"{source.field}: a tensor of {source.folder} is not stored as plain numbers",
-                f"{source_of[name]}: {kind}; read are {', '.join(sorted(_STORED_AS))}",
-                f"Give the folder of the model before it was quantised, or {source.otherwise}.",
-            )
-        if asked and name in _BY_ID and given[1:] == expected[1:] and given[0] < expected[0]:
+        one = stored[name]
+        if conversions.tensors[one.name].is_floating_point():
+            for source_name in one.sources:
+                if weights.stored_as(source_name) not in _STORED_AS:
+                    raise _quantised(source_name, weights, source)
+        given = one.shape
+        if given == expected:
+            continue
+        if name in by_id and given and given[1:] == expected[1:] and given[0] < expected[0]:
             yield expected[0] - given[0]
-        elif given != expected:
+        elif missing := _missing_of(one, conversions):
+            raise _lacking(missing, weights, source)
+        else:
+            said = f"given {list(given)}" if given else "given tensors that do not fit each other"
             raise SpecError(
                 f"{source.field}: a tensor of {source.folder} has another shape",
-                f"{source_of[name]}: given {list(given)}, expected {list(expected)}",
+                f"{one.label}: {said}, expected {list(expected)}",
                 "Make the fields of config those of the folder's config.json, or"
                 f" {source.otherwise}.",
             )
 
 
-def _check_equal(head: str, body: str, weights: Weights, source: Source, module: str) -> None:
+def _missing_of(one: Stored, conversions: Conversions) -> list[str]:
+    """Return names in files that a tensor lacks, such as an expert's; files hold others of it."""
+    expected = next(
+        (
+            conversion.shapes(lambda name: conversions.tensors[name].shape)
+            for conversion in conversions.to_files(conversions.tensors)
+            if one.name in conversion.sources
+        ),
+        {},
+    )
+    missing = [name for name in expected if not any(n.endswith(name) for n in one.sources)]
+    return missing if len(missing) < len(expected) else []
+
+
+def _check_equal(head: Stored, body: Stored, source: Source, module: str) -> None:
     """Raise SpecError if a folder's embedding and head differ; only one could be trained."""
-    if weights.shape(head) != weights.shape(body) or not torch.equal(
-        weights.read(head), weights.read(body)
-    ):
+    if head.shape != body.shape or not torch.equal(head.read(), body.read()):
         raise SpecError(
             f"{source.field}: the embedding and the head in {source.folder} are not tied",
-            f"{head} differs from {body}, and tie_word_embeddings is true",
+            f"{head.label} differs from {body.label}, and tie_word_embeddings is true",
             f"Set tie_word_embeddings: false in model.modules.{module}.config to train both, or"
             f" {source.otherwise}.",
         )
 
 
 def _lacking(missing: Sequence[str], weights: Weights, source: Source) -> SpecError:
+    """Return the error for missing tensors: perhaps their quantised form is there."""
+    config = source.folder / "config.json"
+    if config.is_file() and "quantization_config" in parse_json(config, "model configuration", ""):
+        for name in weights.names:
+            if weights.stored_as(name) not in _STORED_AS:
+                return _quantised(name, weights, source)
     more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
     return SpecError(
         f"{source.field}: the weights in {source.folder} lack tensors",
         f"missing: {', '.join(missing[:_SHOWN])}{more}; there are {len(weights.names)} tensors",
         f"Give the folder of a model of this architecture and size, or {source.otherwise}.",
+    )
+
+
+def _quantised(name: str, weights: Weights, source: Source) -> SpecError:
+    return SpecError(
+        f"{source.field}: a tensor of {source.folder} is not stored as plain numbers",
+        f"{name}: {weights.stored_as(name)}; read are {', '.join(sorted(_STORED_AS))}",
+        f"Give the folder of the model before it was quantised, or {source.otherwise}.",
     )
 
 
@@ -364,18 +384,31 @@ def _ties(source: Source) -> bool:
     return bool(fields.get("tie_word_embeddings", default))
 
 
-def _read(weights: Weights, stored: str, name: str, shape: tuple[int, ...]) -> Tensor:
-    """Return a tensor; one by token id is padded with rows of NaN if it has too few.
+def _by_id(layers: Iterable[PipelineLayer]) -> set[str]:
+    """Return the published names of tensors with a row per token id.
+
+    Ids without a row in the folder (a tokenizer's new ones) start at random.
+    """
+    return {
+        name
+        for layer in layers
+        for path, _ in layer.named_parameters()
+        if by_ids(layer.division, path.rpartition(".")[0]) and (name := layer.published_name(path)) is not None
+    }
+
+
+def _read(stored: Stored, shape: tuple[int, ...]) -> Tensor:
+    """Return a tensor by token id, padded with rows of NaN if it has too few.
 
     Raises:
-        SpecError: one by token id contains NaN, which would be mistaken for padding.
+        SpecError: it contains NaN, which would be mistaken for padding.
     """
-    tensor = weights.read(stored)
-    if name not in _BY_ID:
-        return tensor
+    tensor = stored.read()
     if tensor.isnan().any():
         raise SpecError(
-            f"The weights {stored} are damaged", "some of them are NaN", "Start from other weights."
+            f"The weights {stored.label} are damaged",
+            "some of them are NaN",
+            "Start from other weights.",
         )
     rows = shape[0] - len(tensor)
     return torch.cat([tensor, tensor.new_full((rows, *shape[1:]), math.nan)]) if rows else tensor
@@ -391,6 +424,4 @@ def fill_parameter(layer: PipelineLayer, path: str, whole: Tensor) -> None:
 def put(values: Tensor, local: Tensor, layer: PipelineLayer, path: str) -> None:
     """Set values of a parameter; rows of token ids that the source lacks are unchanged."""
     local = local.to(values)
-    values.copy_(
-        torch.where(local.isnan(), values, local) if layer.published_name(path) in _BY_ID else local
-    )
+    values.copy_(torch.where(local.isnan(), values, local) if by_ids(layer.division, path.rpartition(".")[0]) else local)

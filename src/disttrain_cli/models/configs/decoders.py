@@ -21,8 +21,8 @@ class Family(NamedTuple):
 #: By `model_type`. The LLM of a whole vision-language model is published as the text-only LLM of
 #: its family: for text tokens all three M-RoPE positions are equal.
 FAMILIES = {
-    "qwen2_5_vl_text": Family("Qwen2ForCausalLM", mrope=True),
-    "qwen3_vl_text": Family("Qwen3ForCausalLM", mrope=True),
+    "qwen2_5_vl_text": Family("transformers:Qwen2ForCausalLM", mrope=True),
+    "qwen3_vl_text": Family("transformers:Qwen3ForCausalLM", mrope=True),
     "llama4_text": Family(),
     "olmoe": Family(),
     "granitemoe": Family(),
@@ -49,7 +49,7 @@ def plan_of(config: Any) -> dict[str, str] | None:
     family = FAMILIES.get(config.model_type)
     if family is None or family.published is None:
         return None
-    plan: dict[str, str] = getattr(transformers, family.published).config_class.base_model_tp_plan
+    plan: dict[str, str] = getattr(transformers, family.published.partition(":")[2]).config_class.base_model_tp_plan
     return plan
 
 

@@ -67,7 +67,6 @@ class Family:
     """Mapping of a transformers class's folders to modules.
 
     Attributes:
-        published: the class, as "MODULE:CLASS".
         modules: its modules, by our names.
         joins: returns by module the fields of `ModuleSpec` that describe its projector, from the
             whole `config.json`; raises SpecError for unsupported values.
@@ -81,7 +80,6 @@ class Family:
         video: returns the video processor's rule from its own fields; None: videos are not read.
     """
 
-    published: str
     modules: Mapping[str, Module]
     joins: Callable[[Path, Fields], dict[str, dict[str, Any]]]
     processor: Callable[[Path, Fields], ImageProcessor]

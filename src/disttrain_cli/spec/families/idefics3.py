@@ -14,14 +14,13 @@ def _joins(path: Path, config: Fields) -> dict[str, dict[str, Any]]:
     return {"vision": {"merge": merge, "projector": "linear"}}
 
 
-def _family(prefix: str, *processors: str) -> Family:
+def _family(name: str, *processors: str) -> Family:
     return Family(
-        published=f"transformers:{prefix}ForConditionalGeneration",
         modules={
             "vision": Module(
                 "encoder",
                 "vision_config",
-                architecture=f"{prefix.lower()}_vision",
+                architecture=f"{name}_vision",
                 names={"": "model.vision_model."},
                 joint={"linear": "model.connector.modality_projection.proj"},
             ),
@@ -39,5 +38,5 @@ def _family(prefix: str, *processors: str) -> Family:
     )
 
 
-IDEFICS3 = _family("Idefics3", "Idefics3ImageProcessor")
-SMOLVLM = _family("SmolVLM", "SmolVLMImageProcessor", "Idefics3ImageProcessor")
+IDEFICS3 = _family("idefics3", "Idefics3ImageProcessor")
+SMOLVLM = _family("smolvlm", "SmolVLMImageProcessor", "Idefics3ImageProcessor")

@@ -38,7 +38,6 @@ def _merge(path: Path, ratio: Any) -> int:
 
 
 FAMILY = Family(
-    published="transformers:InternVLForConditionalGeneration",
     modules={
         "vision": Module(
             "encoder",

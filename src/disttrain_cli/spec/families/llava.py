@@ -92,7 +92,6 @@ def _tiles(defaults: Fields, path: Path, fields: Fields) -> ImageProcessor:
 
 
 def _family(
-    prefix: str,
     tower: str,
     llm: str,
     defaults: Fields,
@@ -102,7 +101,6 @@ def _family(
     tiled = "image_grid_pinpoints" in defaults
     newline = {"image_newline": "model.image_newline"} if tiled else {}
     return Family(
-        published=f"transformers:{prefix}ForConditionalGeneration",
         modules={
             "vision": Module(
                 "encoder",
@@ -131,7 +129,6 @@ def _family(
 
 
 FAMILY = _family(
-    "Llava",
     "clip_vision_model",
     "llama",
     LLAVA,
@@ -139,7 +136,6 @@ FAMILY = _family(
     ("LlavaImageProcessor", "CLIPImageProcessor", "SiglipImageProcessor"),
 )
 LLAVA_NEXT = _family(
-    "LlavaNext",
     "clip_vision_model",
     "llama",
     NEXT,
@@ -147,7 +143,6 @@ LLAVA_NEXT = _family(
     ("LlavaNextImageProcessor",),
 )
 LLAVA_ONEVISION = _family(
-    "LlavaOnevision",
     "siglip_vision_model",
     "qwen2",
     ONEVISION,

@@ -20,9 +20,8 @@ def _joins(path: Path, config: Fields) -> dict[str, dict[str, Any]]:
     return {"vision": {"projector": "none"}}
 
 
-def _family(published: str, model_type: str, video: VideoRule) -> Family:
+def _family(model_type: str, video: VideoRule) -> Family:
     return Family(
-        published=published,
         modules={
             "vision": Module(
                 "encoder",
@@ -47,5 +46,5 @@ def _family(published: str, model_type: str, video: VideoRule) -> Family:
     )
 
 
-QWEN2_5_VL = _family("transformers:Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl", "qwen2_vl")
-QWEN3_VL = _family("transformers:Qwen3VLForConditionalGeneration", "qwen3_vl", "qwen3_vl")
+QWEN2_5_VL = _family("qwen2_5_vl", "qwen2_vl")
+QWEN3_VL = _family("qwen3_vl", "qwen3_vl")
