@@ -8,17 +8,20 @@ LENGTHS = [5, 1, 9, 3]
 VOCABULARY = 100
 
 #: Fields of a tiny configuration, for those that a family has.
-TINY = dict(
-    hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
-    num_key_value_heads=2, head_dim=16, vocab_size=VOCABULARY, moe_intermediate_size=32,
-    num_experts=4, num_local_experts=4, n_routed_experts=4, num_experts_per_tok=2,
-    num_experts_per_token=2, n_group=1, topk_group=1, n_shared_experts=1,
-    shared_expert_intermediate_size=32, max_position_embeddings=128, sliding_window=4,
-    q_lora_rank=24, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=16,
-    first_k_dense_replace=1, linear_num_key_heads=2, linear_num_value_heads=4,
-    linear_key_head_dim=16, linear_value_head_dim=16, ffn_hidden_size=96, n_embd=64, n_layer=4,
-    n_head=4, ffn_dim=96, word_embed_proj_dim=64, decoder_layers=4,
-)  # fmt: skip
+# fmt: off
+TINY = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "vocab_size": VOCABULARY,
+    "moe_intermediate_size": 32, "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4,
+    "num_experts_per_tok": 2, "num_experts_per_token": 2, "n_group": 1, "topk_group": 1,
+    "n_shared_experts": 1, "shared_expert_intermediate_size": 32, "max_position_embeddings": 128,
+    "sliding_window": 4, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8, "v_head_dim": 16, "first_k_dense_replace": 1,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16, "ffn_hidden_size": 96, "n_embd": 64, "n_layer": 4, "n_head": 4,
+    "ffn_dim": 96, "word_embed_proj_dim": 64, "decoder_layers": 4,
+}
+# fmt: on
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}}
 #: Fields that the general ones do not fit.
@@ -93,17 +96,22 @@ def reference(model, ids, labels, head=None):
 
 
 #: Families that run; those of the library's pipeline plans, and those of `configs.decoders`.
-FAMILIES = """
-afmoe apertus arcee aria_text axk1 bailing_hybrid beam cohere cohere2 cohere2_moe
-cohere_compass_text cwm deepseek_v2 deepseek_v3 dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe
-falcon_h1 flex_olmo flint gemma gemma2 gemma3_text gemma4_text gemma4_unified_text glm glm4
-glm4_moe glm4_moe_lite glm4v_text gpt_neox gpt_oss granite granite_swa granitemoe helium hy_v3
-hyperclovax internlm3 iquestcoder jais2 kimi_linear kolibri1 laguna lfm2 llama llama4_text mellum
-mimo_v2_flash minicpm3 minimax minimax_m2 minimax_m3_vl_text ministral ministral3 mistral mixtral
-nemotron olmo olmo2 olmo3 olmo_hybrid olmoe phi phi3 phi4_multimodal qwen2 qwen2_5_vl_text
-qwen2_moe qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next qwen3_vl_text seed_oss smollm3
-solar_open stablelm starcoder2 vaultgemma youtu
-""".split()
+# fmt: off
+FAMILIES = [
+    "afmoe", "apertus", "arcee", "aria_text", "axk1", "bailing_hybrid", "beam", "cohere",
+    "cohere2", "cohere2_moe", "cohere_compass_text", "cwm", "deepseek_v2", "deepseek_v3",
+    "dots1", "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe", "falcon_h1", "flex_olmo",
+    "flint", "gemma", "gemma2", "gemma3_text", "gemma4_text", "gemma4_unified_text", "glm",
+    "glm4", "glm4_moe", "glm4_moe_lite", "glm4v_text", "gpt_neox", "gpt_oss", "granite",
+    "granite_swa", "granitemoe", "helium", "hy_v3", "hyperclovax", "internlm3", "iquestcoder",
+    "jais2", "kimi_linear", "kolibri1", "laguna", "lfm2", "llama", "llama4_text", "mellum",
+    "mimo_v2_flash", "minicpm3", "minimax", "minimax_m2", "minimax_m3_vl_text", "ministral",
+    "ministral3", "mistral", "mixtral", "nemotron", "olmo", "olmo2", "olmo3", "olmo_hybrid",
+    "olmoe", "phi", "phi3", "phi4_multimodal", "qwen2", "qwen2_5_vl_text", "qwen2_moe", "qwen3",
+    "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "qwen3_vl_text", "seed_oss",
+    "smollm3", "solar_open", "stablelm", "starcoder2", "vaultgemma", "youtu",
+]
+# fmt: on
 #: Those that do not, with a word of the reason.
 REFUSED = {
     "axk2": "computes with its attention mask",

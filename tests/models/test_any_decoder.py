@@ -1,4 +1,4 @@
-"""Every decoder family of transformers as pipeline layers: packed documents, over a TP group, too."""
+"""Every decoder family of transformers as pipeline layers: packed, and over a TP group."""
 
 import copy
 import threading

@@ -33,7 +33,7 @@ CONFIGS = (
     }
     | {name: tower["config"] for name, tower in TOWERS.items()}
     | {"smolvlm_vision": TOWERS["idefics3_vision"]["config"]}
-    | {name: LLAMA for name in ("llama", "mistral", "qwen2", "qwen3", "qwen3_vl_text")}
+    | dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "qwen3_vl_text"), LLAMA)
     | {"qwen2_5_vl_text": LLAMA | MROPE}
 )
 PLACES = {"encoder": "image_encoder", "llm": "llm", "generator": "image_generator"}

@@ -36,7 +36,6 @@ from disttrain_cli.models.architecture import Architecture, Joined
 from disttrain_cli.models.building import LayerMaker
 from disttrain_cli.models.configs import decoders, encoders
 from disttrain_cli.models.configs.buckets import read_buckets
-from disttrain_cli.models.configs.decoders import Family
 from disttrain_cli.models.configs.checks import (
     MISTAKES,
     ModuleConfig,
@@ -44,6 +43,7 @@ from disttrain_cli.models.configs.checks import (
     wrong,
     wrong_field,
 )
+from disttrain_cli.models.configs.decoders import Family
 from disttrain_cli.models.configs.generators import (
     denoised,
     patch_of,
@@ -61,8 +61,8 @@ from disttrain_cli.models.configs.videos import with_video
 from disttrain_cli.models.configs.wholes import section_fields
 from disttrain_cli.models.generator import Canvas
 from disttrain_cli.models.layer import PipelineLayer
-from disttrain_cli.models.posterior import posterior_of
 from disttrain_cli.models.library_decoder import NoPipeline, library_decoder
+from disttrain_cli.models.posterior import posterior_of
 from disttrain_cli.models.projectors import FORMS, Joint
 from disttrain_cli.models.towers import ImageLayer
 from disttrain_cli.spec.families.folder import published_in

@@ -18,13 +18,14 @@ from disttrain_cli.models.tensor_parallel import shard
 class LayerMaker:
     """Layer factory: constructs one layer and initialises its weights.
 
-    `std` is the standard deviation of normally drawn weights (biases zero, norms one), None for each
-    class's own defaults, or a function that initialises the layer. `drawn_as` names the layer whose initial weights are copied (the
-    embedding's, for a tied head), if not its own. `lora` are the adapters of its module, if any.
+    `std` is the standard deviation of normally drawn weights (biases zero, norms one), None for
+    each class's own defaults, or a function that initialises the layer. `drawn_as` names the layer
+    whose initial weights are copied (the embedding's, for a tied head), if not its own. `lora` are
+    the adapters of its module, if any.
     """
 
     construct: Callable[[], PipelineLayer]
-    std: float | None | Callable[[nn.Module], None]
+    std: float | Callable[[nn.Module], None] | None
     drawn_as: str | None = None
     lora: Lora | None = None
 
@@ -54,7 +55,7 @@ class LayerMaker:
         layer = self.on_meta() if tp_rank is not None else shard(self.on_meta(), tp=tp)
         if torch.device(device).type == "meta":
             return layer.to(device="meta", dtype=dtype)
-        buffers = {name: buffer for name, buffer in layer.named_buffers()}
+        buffers = dict(layer.named_buffers())
         assert not any(buffer.is_meta for buffer in buffers.values()), "a buffer without a value"
         layer.to_empty(device="cpu")
         for name, buffer in buffers.items():

@@ -30,16 +30,9 @@ from disttrain_cli.models.division import vocabulary
 from disttrain_cli.models.fused import with_rows_added
 from disttrain_cli.models.layer import EMBEDS, LOSS_PREFIX, Batch, PipelineLayer, TensorSpec
 from disttrain_cli.models.levelling import runs_of
-from disttrain_cli.models.library_decoder import (
-    Arguments,
-    Frame,
-    Place,
-    Store,
-    Tail,
-    library_decoder,
-)
+from disttrain_cli.models.library_decoder import Store, library_decoder
+from disttrain_cli.models.library_frame import Arguments, Frame, Place, Tail
 from disttrain_cli.models.parallel import across, embed, gather, once, scatter, share, split
-
 from disttrain_cli.models.recurrent import documents, restart
 
 
@@ -74,7 +67,7 @@ class Embed(DecoderLayer):
     """
 
     kind = "embed"
-    needs = ("tokens",)
+    needs: tuple[str, ...] = ("tokens",)
     division = vocabulary("embedding")
 
     def __init__(self, module: str, config: Any, reads: tuple[str, ...]) -> None:
@@ -205,7 +198,7 @@ class Block(DecoderLayer):
 
     def _wrap(self, path: str, by: Callable[..., Any]) -> None:
         part = self.layer.get_submodule(path)
-        part.forward = partial(self._run, by, path)  # type: ignore[assignment]
+        part.forward = partial(self._run, by, path)
 
     def _run(self, by: Callable[..., Any], path: str, *given: Any, **named: Any) -> Any:
         """Run a submodule's own forward on rows of the group; `by` distributes them."""
@@ -230,7 +223,7 @@ class Block(DecoderLayer):
         with documents(samples) if self._restarts else nullcontext():
             made = self.layer(hidden[None], *call.positional, **call.keywords)
         return {"hidden": (made[0] if isinstance(made, tuple) else made)[0]} | {
-            one.name: store[one.key][one.index][0].transpose(0, 1) for one in self._stores
+            one.name: store[one.key][one.number][0].transpose(0, 1) for one in self._stores
         }
 
     def _calls(self, batch: Batch, hidden_RD: Tensor, samples: Segments) -> list[Arguments]:
@@ -247,7 +240,7 @@ class Block(DecoderLayer):
 
     def _sharded(self, path: str, forward: Callable[..., Any], rows: Tensor, *more: Any) -> Any:
         """Run a module whose linears are sharded over the TP group: local rows in and out."""
-        others: tuple[Any, ...] | None = None
+        others: list[Any] | None = None
 
         def partial_sums(rows_RD: Tensor) -> Tensor:
             nonlocal others

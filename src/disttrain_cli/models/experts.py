@@ -29,14 +29,14 @@ def prepare() -> None:
                 rows_SD.to(weight_EDF.dtype), weight_EDF, offs=offs
             )
             return made
-        made = library(rows_SD, weight_EDF, offs)
-        return made
+        products: Tensor = library(rows_SD, weight_EDF, offs)
+        return products
 
     moe._grouped_mm = grouped
 
 
 def _evenly(rows_SD: Tensor, weight_EDF: Tensor) -> Tensor:
-    """Return products as if experts had equal numbers of rows: FLOPs and bytes of the grouped GEMM."""
+    """Return products as if experts had equal numbers of rows: work of the grouped GEMM."""
     experts, count = len(weight_EDF), len(rows_SD)
     each = -(-count // experts)
     padded = rows_SD.to(weight_EDF.dtype)

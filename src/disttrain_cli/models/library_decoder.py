@@ -2,23 +2,17 @@
 
 The library's model is constructed once per configuration, with parameters on the meta device and
 buffers on the CPU. Its layers, embedding, final norm and head become pipeline layers (`decoder`)
-as copies of its submodules. Everything that its forward does around the layers is left to the
-library: a `Frame`, the model without its layers' weights, runs the library's own forward with a
-recorder in the place of every layer. It yields each layer's arguments (rotary factors, positions),
-what precedes the first layer (embedding multipliers), and what follows the head (logit scales, soft
-caps).
+as copies of its submodules; all else of its forward runs as it is (`library_frame`). One layer of
+each kind is tried on the meta device, which shows what a layer needs next to its hidden states.
 """
 
 from __future__ import annotations
 
-import ast
 import copy
 import inspect
-import textwrap
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
-from functools import cache, cached_property, partial
-from importlib import import_module
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
+from functools import cache, cached_property
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -27,54 +21,36 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from disttrain_cli.models import experts, masks, recurrent
-from disttrain_cli.models.attention import Segments
-from disttrain_cli.models.configs.decoders import DYNAMIC, parts_of, plan_of, published_class_of
+from disttrain_cli.models import experts, recurrent
+from disttrain_cli.models.attention import Segments, packed
+from disttrain_cli.models.configs.decoders import parts_of, plan_of, published_class_of
 from disttrain_cli.models.division import Division, colwise, per_head, rowwise
-from disttrain_cli.models.fused import RmsNorm, gated_mlp, rotated
-from disttrain_cli.models.host import to_device
+from disttrain_cli.models.fused import RmsNorm
 from disttrain_cli.models.layer import ADAPTER
+from disttrain_cli.models.library_frame import PER_LAYER, TOKEN_INPUTS, Arguments, Frame, Place
+from disttrain_cli.models.own_kernels import with_own_kernels
 
 #: Configurations whose models stay constructed per process.
 MOST = 16
 #: Parameter of a layer's forward for its attention mask.
 MASK = "attention_mask"
-#: Field of a configuration, and method of a base model, for per-layer embeddings of tokens.
-PER_LAYER, TOKEN_INPUTS = "hidden_size_per_layer_input", "get_per_layer_inputs"
-#: Method of a base model that leaves out tokens before layers which read stored keys and values.
-SLICING = "_maybe_slice_kv_shared_inputs"
 #: Parameters of a module's forward by which a token mixer is recognised: its rows depend on others.
 _MIXING = {"attention_mask", "position_embeddings", "past_key_values", "cache_params"}
 #: Rules of a TP plan under which a module's sublayers are sharded here.
 _SHARDED = {"colwise": colwise, "rowwise": rowwise, "replicated_with_grad_allreduce": per_head}
 
 
-#: Position or name of a layer's argument.
-Place = int | str
-
-
-class Arguments(NamedTuple):
-    """Arguments of a library's layer in addition to its hidden states."""
-
-    positional: tuple[Any, ...]
-    keywords: dict[str, Any]
-
-    def at(self, place: Place) -> Any:
-        """Return the argument at a position or of a name."""
-        return self.positional[place] if isinstance(place, int) else self.keywords[place]
-
-
 class Stored(NamedTuple):
     """Tensor that a layer stores for later ones, of shape [1, G, L, D]: keys or values, say."""
 
     key: str
-    index: int  # in the entry of this key
+    number: int  # in the entry of this key
     shape: tuple[int, int]  # (G, D)
 
     @property
     def name(self) -> str:
         """Name of the state tensor."""
-        return f"stored.{self.key}.{self.index}"
+        return f"stored.{self.key}.{self.number}"
 
 
 class Store(dict[str, tuple[Tensor, ...]]):
@@ -138,8 +114,6 @@ class LibraryDecoder:
     """
 
     def __init__(self, config: Any) -> None:
-        from disttrain_cli.models.attention import packed
-
         self.config = packed(config)
         experts.prepare()
         made = published_class_of(type(config))
@@ -426,188 +400,13 @@ def _store_in(call: Arguments) -> bool:
 def _computed(call: Arguments, rows: int) -> dict[Place, tuple[int, ...]]:
     """Return the arguments that weights computed, with their shapes per row."""
     found: dict[Place, tuple[int, ...]] = {}
-    for place, value in (*enumerate(call.positional), *call.keywords.items()):
+    arguments: dict[Place, Any] = {**dict(enumerate(call.positional)), **call.keywords}
+    for place, value in arguments.items():
         if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(value)):
             if not isinstance(value, Tensor) or value.shape[:2] != (1, rows):
                 raise NoPipeline("its layers read tensors that other weights compute")
             found[place] = tuple(value.shape[2:])
     return found
-
-
-class _Recorder(nn.Module):
-    """Stand-in for a decoder layer that records its arguments and returns its input."""
-
-    def __init__(self, layer: nn.Module, frame: Frame) -> None:
-        super().__init__()
-        self.__dict__["_of"], self.__dict__["_frame"] = layer, frame
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.__dict__["_of"], name)
-
-    def forward(self, *given: Any, **named: Any) -> Any:
-        return self.__dict__["_frame"].record(given, named)
-
-
-class _Recorded(Exception):
-    """All layers' arguments are recorded; what follows the layers need not run."""
-
-
-class Frame:
-    """The library's base model around its layers, on a device.
-
-    Args:
-        weights: module with the base model's weights beside its layers, by the same names; None: on
-            stages without them, what they compute is left out of the layers' arguments.
-        first_only: stop at the first layer.
-    """
-
-    def __init__(
-        self,
-        decoder: LibraryDecoder,
-        device: torch.device,
-        *,
-        weights: nn.Module | None = None,
-        first_only: bool = False,
-    ) -> None:
-        self._calls: list[Arguments] = []
-        self._entry: Tensor | None = None
-        self._first_only, self._tuples = first_only, decoder.returns_tuple
-        self._reads_tokens = decoder.reads_tokens and weights is not None
-        self._count = len(decoder.layers)
-        self._base = copy.copy(decoder.base)
-        if decoder.reads_tokens and weights is None:
-            setattr(self._base, PER_LAYER, 0)
-        if hasattr(self._base, SLICING):  # only a generation's last tokens need later layers
-            setattr(self._base, SLICING, lambda *given, **_: given[:4])
-        self._base.__dict__["_modules"] = modules = dict(decoder.base._modules)
-        for name, part in decoder.base.named_children():
-            if name == decoder._layers:
-                modules[name] = nn.ModuleList(_Recorder(layer, self) for layer in decoder.layers)
-            elif name == decoder._embedding:
-                modules[name] = nn.Identity()
-            elif next(part.parameters(), None) is None:
-                modules[name] = _on(device, _shallow(part))
-            elif name != decoder._norm and weights is not None:
-                modules[name] = getattr(weights, name)
-
-    def record(self, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Record a layer's call; return its hidden states as the layer would."""
-        named = dict(named)
-        hidden = named.pop("hidden_states") if "hidden_states" in named else given[0]
-        rest = given if not given or given[0] is not hidden else given[1:]
-        if self._entry is None:
-            self._entry = hidden
-        self._calls.append(Arguments(rest, named))
-        if self._first_only or len(self._calls) == self._count:
-            raise _Recorded
-        return (hidden,) if self._tuples else hidden
-
-    def run(
-        self,
-        embeds_NLD: Tensor,
-        positions_NL: Tensor,
-        ids_NL: Tensor | None = None,
-        segments: Segments | None = None,
-    ) -> tuple[list[Arguments], Tensor]:
-        """Return each layer's arguments, and the first layer's input.
-
-        Args:
-            positions_NL: [N, L], or [3, N, L] with M-RoPE.
-            ids_NL: token ids, which per-layer embeddings read.
-            segments: of all rows, of which the library computes its masks (`masks`).
-        """
-        self._calls, self._entry, more = [], None, {}
-        if self._reads_tokens:
-            more = {"per_layer_inputs": getattr(self._base, TOKEN_INPUTS)(ids_NL, None)}
-        within = nullcontext() if segments is None else masks.within(segments)
-        with within, suppress(_Recorded):
-            self._base(inputs_embeds=embeds_NLD, position_ids=positions_NL, use_cache=False, **more)
-        assert self._entry is not None
-        calls, entry = self._calls, self._entry
-        self._calls, self._entry = [], None
-        return calls, entry
-
-
-class Tail:
-    """What the library's class does with its final norm's output: head, logit scale, soft cap."""
-
-    def __init__(self, decoder: LibraryDecoder) -> None:
-        self._names, self._model = decoder.names, None
-        if decoder.has_head:
-            self._model = copy.copy(decoder.model)
-            self._base = _Given(decoder.base)
-            children = {**decoder.model._modules, decoder.prefix.rstrip("."): self._base}
-            self._model.__dict__["_modules"] = children
-
-    def __call__(self, normed_RD: Tensor, head: nn.Module) -> Tensor:
-        """Return logits [R, V], or those of a vocabulary shard."""
-        if self._model is None:
-            logits: Tensor = head(normed_RD)
-            return logits
-        self._model._modules[self._names["head"]] = head
-        self._base.rows = normed_RD[None]
-        try:
-            return self._model(inputs_embeds=self._base.rows, use_cache=False).logits[0]  # type: ignore[no-any-return]
-        finally:
-            self._base.rows = None
-
-
-class _Given(nn.Module):
-    """Stand-in for a base model that returns given hidden states, and nothing else."""
-
-    def __init__(self, base: nn.Module) -> None:
-        super().__init__()
-        self.rows: Tensor | None = None
-        self.__dict__["_of"] = base
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_of"], name)  # its constants
-
-    def forward(self, *_: Any, **__: Any) -> Any:
-        return _output()(last_hidden_state=self.rows)
-
-
-@cache
-def _output() -> Any:
-    from transformers.modeling_outputs import BaseModelOutputWithPast
-
-    class Output(BaseModelOutputWithPast):  # type: ignore[misc]
-        def __getattr__(self, name: str) -> None:
-            return None
-
-    return Output
-
-
-def _shallow(part: nn.Module) -> nn.Module:
-    """Return a copy of a module that shares its tensors until they are replaced."""
-    made = copy.copy(part)
-    made.__dict__["_buffers"] = dict(part._buffers)
-    children = {
-        n: child if child is None else _shallow(child) for n, child in part._modules.items()
-    }
-    made.__dict__["_modules"] = children
-    return made
-
-
-def _on(device: torch.device, part: nn.Module) -> nn.Module:
-    """Move a part's buffers to a device; rotary frequencies depend on no sample's length.
-
-    Samples longer than a "dynamic" rotary embedding's original length are refused
-    (`configs.decoders.check_length`).
-    """
-    for module in part.modules():
-        kinds = getattr(module, "rope_type", None)
-        if kinds == DYNAMIC:
-            module.rope_type = "default"  # type: ignore[assignment]
-        elif isinstance(kinds, dict):
-            module.rope_type = {  # type: ignore[assignment]
-                name: "default" if kind == DYNAMIC else kind for name, kind in kinds.items()
-            }
-    part._apply(partial(to_device, device=device))
-    return part
 
 
 class _EmptyOnMeta(TorchFunctionMode):
@@ -630,60 +429,8 @@ def _empty_weights() -> Iterator[None]:
         yield
 
 
-def with_own_kernels(layer: nn.Module) -> nn.Module:
-    """Use our kernels in a library's layer where its code is that of Llama; return the layer."""
-    gated, norm, rotary = _of_llama()
-    for path, part in list(layer.named_modules()):
-        code, file = body_of(type(part).forward), import_module(type(part).__module__)
-        if code == gated:
-            part.__class__ = _gated_class(type(part))
-        elif code == norm:
-            weight: Any = part.weight
-            own = RmsNorm(len(weight), float(part.variance_epsilon))  # type: ignore[arg-type]
-            layer.set_submodule(path, own.to(weight.device))
-        function = getattr(file, "apply_rotary_pos_emb", None)
-        if inspect.isfunction(function) and body_of(function) == rotary:
-            file.apply_rotary_pos_emb = partial(rotated, function)  # type: ignore[attr-defined]
-    return layer
-
-
 @cache
-def _of_llama() -> tuple[str, str, str]:
-    """Return the code of Llama's gated feed-forward, RMSNorm and rotary positions."""
-    from transformers.models.llama import modeling_llama as llama
-
-    rotary = llama.apply_rotary_pos_emb
-    rotary = rotary.args[0] if isinstance(rotary, partial) else rotary
-    return (
-        body_of(llama.LlamaMLP.forward),
-        body_of(llama.LlamaRMSNorm.forward),
-        body_of(rotary),
-    )
-
-
-@cache
-def _gated_class(made: type[nn.Module]) -> type[nn.Module]:
-    return type(made.__name__, (made,), {"forward": gated_mlp})
-
-
-@cache
-def body_of(function: Callable[..., Any]) -> str:
-    """Return the source of a function without annotations, decorators and docstring."""
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function))))
-    except (OSError, TypeError, SyntaxError):
-        return ""
-    made = tree.body[0]
-    if not isinstance(made, ast.FunctionDef):
-        return ""
-    body = made.body
-    if isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):
-        body = body[1:]
-    return "\n".join(ast.unparse(statement) for statement in body)
-
-
-@cache
-def _source(made: type) -> str:
+def _source(made: Any) -> str:
     try:
         return inspect.getsource(made)
     except (OSError, TypeError):

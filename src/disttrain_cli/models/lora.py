@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from disttrain_cli.errors import SpecError
-from disttrain_cli.models.division import by_ids
+from disttrain_cli.models.division import by_ids, sharding_of
 from disttrain_cli.models.dropout import announce, of_adapter
 from disttrain_cli.models.layer import ADAPTER, PipelineLayer, is_adapter
 from disttrain_cli.spec.families.family import prefixed

@@ -59,7 +59,7 @@ def restart(layer: nn.Module) -> list[str]:
     """Make a layer's recurrent mixers restart at every document, in place; return their paths."""
     found = mixers(layer)
     for mixer in found.values():
-        mixer.__class__ = _restarting(type(mixer))
+        mixer.__class__ = _restarting(type(mixer))  # type: ignore[arg-type]
     return list(found)
 
 

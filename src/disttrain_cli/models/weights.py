@@ -393,7 +393,8 @@ def _by_id(layers: Iterable[PipelineLayer]) -> set[str]:
         name
         for layer in layers
         for path, _ in layer.named_parameters()
-        if by_ids(layer.division, path.rpartition(".")[0]) and (name := layer.published_name(path)) is not None
+        if by_ids(layer.division, path.rpartition(".")[0])
+        and (name := layer.published_name(path)) is not None
     }
 
 
@@ -424,4 +425,8 @@ def fill_parameter(layer: PipelineLayer, path: str, whole: Tensor) -> None:
 def put(values: Tensor, local: Tensor, layer: PipelineLayer, path: str) -> None:
     """Set values of a parameter; rows of token ids that the source lacks are unchanged."""
     local = local.to(values)
-    values.copy_(torch.where(local.isnan(), values, local) if by_ids(layer.division, path.rpartition(".")[0]) else local)
+    values.copy_(
+        torch.where(local.isnan(), values, local)
+        if by_ids(layer.division, path.rpartition(".")[0])
+        else local
+    )

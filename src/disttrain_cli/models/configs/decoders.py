@@ -34,7 +34,7 @@ FAMILIES = {
 
 
 def parts_of(config: Any) -> tuple[str, str, str] | None:
-    """Return a base model's names of embedding, layers and final norm; None if nothing says them."""
+    """Return a base model's names of embedding, layers and final norm; None if they are unknown."""
     plan = list(getattr(config, "base_model_pp_plan", None) or ())
     if plan:
         return plan[0], "layers", plan[-1]
@@ -49,12 +49,14 @@ def plan_of(config: Any) -> dict[str, str] | None:
     family = FAMILIES.get(config.model_type)
     if family is None or family.published is None:
         return None
-    plan: dict[str, str] = getattr(transformers, family.published.partition(":")[2]).config_class.base_model_tp_plan
+    plan: dict[str, str] = getattr(
+        transformers, family.published.partition(":")[2]
+    ).config_class.base_model_tp_plan
     return plan
 
 
 def published_class_of(config_class: type) -> Any:
-    """Return the class of a decoder with its head, or its base model if the library has no other."""
+    """Return the class of a decoder with its head, or its base model if there is no other."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 
     for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING):
