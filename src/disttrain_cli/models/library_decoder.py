@@ -236,7 +236,8 @@ class LibraryDecoder:
             "sliding" in types[number]
             if types
             else any(
-                "sliding_window" in _source(type(part)) for part in self.layers[number].modules()
+                "sliding_window" in _source(type(part))  # type: ignore[arg-type]
+                for part in self.layers[number].modules()
             )
             for number in range(len(self.layers))
         )
@@ -400,8 +401,8 @@ def _store_in(call: Arguments) -> bool:
 def _computed(call: Arguments, rows: int) -> dict[Place, tuple[int, ...]]:
     """Return the arguments that weights computed, with their shapes per row."""
     found: dict[Place, tuple[int, ...]] = {}
-    arguments: dict[Place, Any] = {**dict(enumerate(call.positional)), **call.keywords}
-    for place, value in arguments.items():
+    arguments: dict[Place, Any] = dict(enumerate(call.positional))
+    for place, value in (arguments | call.keywords).items():
         if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(value)):
             if not isinstance(value, Tensor) or value.shape[:2] != (1, rows):
                 raise NoPipeline("its layers read tensors that other weights compute")

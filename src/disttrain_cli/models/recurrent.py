@@ -123,7 +123,7 @@ def _attends(module: nn.Module) -> bool:
 
 
 @cache
-def _restarting(kind: type[nn.Module]) -> type[nn.Module]:
+def _restarting(kind: Any) -> type[nn.Module]:
     """Return the subclass of a mixer's class that restarts at documents."""
     first = list(inspect.signature(kind.forward).parameters)[1]
 
