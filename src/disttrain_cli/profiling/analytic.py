@@ -87,7 +87,7 @@ def analytic_profile(run: Run, name: str, progress: Progress = silent) -> Profil
     }
     modules = {}
     for module, tps in degrees.items():
-        progress(f"record what {module} holds and sends", 0, 0)
+        progress(f"record the memory and messages of {module}", 0, 0)
         kind = file.model.modules[module].kind
         shards = {tp: _shards(run, table, module, tp=tp) for tp in tps}
         series: dict[bool, dict[int, Series]] = {False: {}, True: {}}
@@ -99,7 +99,7 @@ def analytic_profile(run: Run, name: str, progress: Progress = silent) -> Profil
         kinds = {
             tp: {layer.kind: layer for layer in layers.values()} for tp, layers in shards.items()
         }
-        progress(f"count what {module} hides of its messages", 0, 0)
+        progress(f"count the overlapped messages of {module}", 0, 0)
         hides = hidden(run, module, tps, device, precision, links.of(True))
         known = known_parts(kinds, flops[module], running(run, module, tps), hides)
         modules[module] = module_profile(module, kind, setting, known, series[False], series[True])

@@ -72,7 +72,7 @@ def calibrate(paths: list[Path], run: Run) -> Calibration:
     profile, layers = correct_layers(database, job)
     if not layers:
         raise DataError(
-            f"There is nothing to calibrate with in {paths[0]}",
+            f"No complete steps to calibrate with in {paths[0]}",
             "no step after the first ones is complete",
             RECORD,
         )
@@ -107,7 +107,7 @@ def _job(database: Database, paths: list[Path], run: Run) -> Job:
     """Return the job, or raise if its profile cannot be corrected."""
     if database.job is None or not database.stages:
         raise DataError(
-            f"The trace in {paths[0]} does not say what was run",
+            f"The trace in {paths[0]} does not describe its run",
             "; ".join(database.warnings) or "its job.json describes no stages",
             RECORD,
         )

@@ -94,7 +94,7 @@ def measure(
     described = describe_device(file.cluster, kind, file.train.precision)
     progress("count FLOPs", 0, 0)
     flops = count_flops(run)
-    progress("record what layers hold and send", 0, 0)
+    progress("record the memory and messages of layers", 0, 0)
     degrees = {name: tp_degrees(run, name, file.cluster.gpus_per_node) for name in file.model.order}
     held = {name: running(run, name, tps) for name, tps in degrees.items()}
     request = _request(run, kind, processes, inputs, data, described, degrees, flops)

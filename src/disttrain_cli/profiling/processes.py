@@ -77,7 +77,7 @@ def measure_in_processes(run: Run, request: Request, meter: Meter, progress: Pro
     records = {name: record for name, record in earlier.items() if name in request.names}
     continued = len(records)
     limit_s, clock = (CPU_S, " of CPU") if request.kind == "cpu" else (CUDA_S, "")
-    taken_over = f", {continued} sizes taken over from an earlier profile" if continued else ""
+    taken_over = f", {continued} sizes reused from an earlier profile" if continued else ""
     progress(f"measure for at most {limit_s:.0f} s{clock} in all{taken_over}", 0, 0)
     what = f"measure links and layers, {request.processes} at once, seconds{clock}"
     with tempfile.TemporaryDirectory(prefix="disttrain-profile-") as folder:
