@@ -40,7 +40,7 @@ def priced(name: str, tp: int, overlap: bool) -> tuple[list[Script], float]:
     from disttrain_cli.models.footprint import Begun
     from disttrain_cli.models.timeline import Event, timeline
     from disttrain_cli.profiling.footprints import probes_of
-    from disttrain_cli.profiling.hiding import joined_shard, message_ms, on_device
+    from disttrain_cli.profiling.tp_overlap import joined_shard, message_ms, on_device
 
     run = Run(path=Path("disttrain.yaml"), file=costs(name)[0])
     device = analytic_device("A800", run.file.cluster, "bf16")

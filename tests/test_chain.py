@@ -18,8 +18,8 @@ from disttrain_cli.runtime.checkpoints.folder import sealed
 pytestmark = pytest.mark.slow
 SCRIPT = Path(sys.executable).parent / "disttrain"
 STEPS, RESUMED_STEPS = 3, 5
-#: Where this chain is smaller than the preset: four ranks, two pictures drawn and three read, and so
-#: few steps that its profile ends at the least budget.
+#: Where this chain is smaller than the preset: four ranks, two pictures drawn and three read, and
+#: so few steps that its profile ends at the least budget.
 SMALLER = {
     "  gpus_per_node: 6": "  gpus_per_node: 4",
     "  steps: 360": "  steps: 24",

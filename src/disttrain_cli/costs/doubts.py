@@ -18,7 +18,7 @@ from pydantic import Field
 
 from disttrain_cli.costs.hardware import lookup, network_times
 from disttrain_cli.costs.links import GIGABIT_BYTES
-from disttrain_cli.costs.remembering import remembered
+from disttrain_cli.costs.memoised import memoised
 from disttrain_cli.errors import SpecError
 from disttrain_cli.spec.files import Strict
 from disttrain_cli.spec.plan import Basis
@@ -123,7 +123,7 @@ def lacks_network(profile: Profile, gpus: int) -> bool:
     return profile.links.inter_node is None and gpus > profile.cluster.gpus_per_node
 
 
-@remembered
+@memoised
 def costs_at(profile: Profile, level: Level, gpus: int) -> Profile:
     """Return the profile with its costs at a level, for a step on this many devices.
 

@@ -22,9 +22,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from disttrain_cli.costs import nccl
-from disttrain_cli.costs.activations import at_worst, deferred_share, kept_share, working_share
+from disttrain_cli.costs.activations import at_worst, deferred_share, saved_share, working_share
 from disttrain_cli.costs.freezing import backwards
-from disttrain_cli.costs.remembering import remembered
+from disttrain_cli.costs.memoised import memoised
 from disttrain_cli.spec.plan import Layout, StageMemory, UnitPlan
 from disttrain_cli.spec.profile import LayerShard, Profile
 from disttrain_cli.spec.stage_graph import Stage, StageGraph, neighbours, stage_graph
@@ -160,7 +160,7 @@ def _pairs(profile: Profile) -> list[tuple[str, str]]:
     ]
 
 
-@remembered
+@memoised
 def state_bytes(
     profile: Profile,
     modules: Sequence[str],
@@ -217,7 +217,7 @@ def layout_memory(profile: Profile, layout: Layout, limit_gib: float) -> list[St
         dp = np.array([float(unit.dp)])
         known = (profile, layout, unit)
         kept, shared = _states(*known, layout.zero_stage)
-        activations = at_worst(kept_share, *known)
+        activations = at_worst(saved_share, *known)
         whole, split = (
             np.maximum(activations, at_worst(working_share, *known, later, unit.tp_overlap))
             for later in (False, True)

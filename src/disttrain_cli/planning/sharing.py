@@ -25,7 +25,7 @@ from disttrain_cli.planning.options import Rows
 from disttrain_cli.planning.predict import batches
 from disttrain_cli.planning.search import search
 from disttrain_cli.planning.solve import ranked_as, solve_for
-from disttrain_cli.planning.splitting import timed
+from disttrain_cli.planning.split_backward import timed
 from disttrain_cli.planning.units import Cluster, Unit, groupings, sharing
 from disttrain_cli.spec.plan import Layout, Plan
 from disttrain_cli.spec.profile import Profile

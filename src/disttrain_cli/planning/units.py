@@ -12,11 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from disttrain_cli.calls import call
-from disttrain_cli.costs.activations import kept_share, working_share
+from disttrain_cli.costs.activations import saved_share, working_share
 from disttrain_cli.costs.context import fits_nodes, misfit, most_cp
 from disttrain_cli.costs.freezing import backwards
+from disttrain_cli.costs.memoised import memoised as known_by_profile
 from disttrain_cli.costs.memory import GIB, state_bytes
-from disttrain_cli.costs.remembering import remembered as known_by_profile
 from disttrain_cli.costs.replicated import dealt_ms
 from disttrain_cli.costs.stage import overlap_helps, tp_degrees, unit_times
 from disttrain_cli.errors import InfeasibleError
@@ -297,7 +297,7 @@ class Unit:
 
     @cached_property
     def answers(self) -> dict[Hashable, Any]:
-        """Cached results of functions decorated with `remembered`."""
+        """Cached results of functions decorated with `memoised`."""
         return {}
 
     @cached_property
@@ -386,7 +386,7 @@ class Unit:
         else:
             memory = [
                 *state_bytes(*known, self.cluster.zero_stage, trained, tp=shape.tp),
-                *kept_share(*known, shape, trained),
+                *saved_share(*known, shape, trained),
                 *working_share(*known, shape, trained, overlap=overlap),
             ]
         times = self.layer_ms(shape)
@@ -400,7 +400,7 @@ class Unit:
         known, trained = (self.profile, [name]), self.cluster.trained
         states = state_bytes(*known, self.cluster.zero_stage, trained, tp=shape.tp)
         shares = [
-            kept_share(*known, shape, trained),
+            saved_share(*known, shape, trained),
             working_share(*known, shape, trained, overlap=overlap),
         ]
         if name in self.replicated:
@@ -438,7 +438,7 @@ def _kinds(
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def remembered(function: Function) -> Function:
+def memoised(function: Function) -> Function:
     """Cache a pure function of a unit and numbers on the unit, for repeated searches."""
 
     @wraps(function)

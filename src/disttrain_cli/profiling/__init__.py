@@ -9,6 +9,6 @@ profile can resume. `dataset.py` is the data part, with `preprocess.py` that tim
 detects the device and its peak; `fitting.py`, `rows.py` and `assemble.py` turn measurements into
 the profile. `analytic.py` computes the profile of a device that this machine lacks, from the same
 parts. `calibrate.py` corrects a profile by a run's traces: `factors.py` is the fit,
-`layer_factors.py` and `link_factors.py` apply it, `seen_data.py` replaces data statistics that have
-drifted.
+`layer_factors.py` and `link_factors.py` apply it, `recorded_data.py` replaces data statistics that
+have drifted.
 """

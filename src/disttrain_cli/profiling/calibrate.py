@@ -20,7 +20,7 @@ from disttrain_cli.data.sizes import sizes_of_sample
 from disttrain_cli.errors import DataError, MismatchError
 from disttrain_cli.profiling.layer_factors import Corrected, correct_layers
 from disttrain_cli.profiling.link_factors import Measure, correct_links, correct_optimizer
-from disttrain_cli.profiling.seen_data import seen_data, with_data
+from disttrain_cli.profiling.recorded_data import recorded_data, with_data
 from disttrain_cli.spec.files import Strict
 from disttrain_cli.spec.profile import Polynomial, Profile
 from disttrain_cli.spec.runfile import Run
@@ -78,7 +78,7 @@ def calibrate(paths: list[Path], run: Run) -> Calibration:
         )
     profile, links = correct_links(database, job, profile)
     profile, optimizer = correct_optimizer(database, job, profile)
-    sample, drifts = seen_data(database, profile)
+    sample, drifts = recorded_data(database, profile)
     changes = [*map(_of_layers, layers), *map(_of_measure, [*links, *optimizer])]
     if sample is not None:
         before = profile.data.images_per_sequence.mean

@@ -289,4 +289,4 @@ def test_a_slot_waits_nowhere(tmp_path: Path, names: list[str]) -> None:
     cases = [(name, True, False) for name in names]
     cases += [(name, False, True) for name in names if name.startswith("vit")]
     found = on_fake_cuda(slots, [[str(write(tmp_path, name)), *how] for name, *how in cases])
-    assert dict(zip(cases, found, strict=True)) == dict.fromkeys(cases, [])
+    assert dict(zip(cases, found, strict=True)) == {case: [] for case in cases}
