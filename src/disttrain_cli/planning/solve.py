@@ -130,7 +130,7 @@ def solve(
     """Return a strategy's best plan with prediction, baselines, and the `top` next best layouts.
 
     Strategies differ in their possible units (`units.groupings`) and in their overlap: `auto` and
-    `disaggregated` have split backwards (`splitting`), reductions and gathers overlapped with
+    `disaggregated` have split backwards (`split_backward`), reductions and gathers overlapped with
     passes (`costs.overlap`) and a TP group's messages overlapped with GEMMs (`Unit.overlaps`),
     `megatron` the last two and, as a baseline, virtual stages (`interleaved`). All of them are
     ranked and predicted under the ordering of training.

@@ -63,7 +63,7 @@ def measure(
     "auto", "cpu", "cuda" or "analytic:NAME"; "auto" takes the run file's choice (`cluster.device`),
     and if that is "auto" too, CUDA where available. An analytic device is not measured but computed
     (`analytic.py`). Layers measured by an interrupted profile, or by one of a cluster of another
-    size, are reused (`kept.py`). Measuring ends when `meter` reaches the budget (`budget.py`);
+    size, are reused (`records.py`). Measuring ends when `meter` reaches the budget (`budget.py`);
     sizes that were not measured by then are interpolated.
 
     Raises:
