@@ -54,7 +54,9 @@ class Factors(Strict):
     encoder: float = Field(1.0, gt=0)
     generator: float = Field(1.0, gt=0)
     optimizer: float = Field(1.0, gt=0)
-    tp_overlap: float = Field(1.0, ge=0, description="Share of the time that overlapped messages save.")
+    tp_overlap: float = Field(
+        1.0, ge=0, description="Share of the time that overlapped messages save."
+    )
     link: float = Field(1.0, gt=0, description="Bytes inside a node.")
     network: float = Field(1.0, gt=0, description="Bytes of collectives between nodes.")
     network_p2p: float = Field(1.0, gt=0, description="Bytes from rank to rank between nodes.")

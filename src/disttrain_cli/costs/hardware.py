@@ -58,7 +58,7 @@ class Curve(Efficiency):
 
     launch_us: float = Field(ge=0, description="Start and end of a kernel on the device.")
     sustained: Efficiency | None = Field(
-        description="Efficiency after seconds of full load; null: unknown, covered by a doubt (doubts.yaml)."
+        description="Efficiency after seconds of full load; null: unknown, a doubt covers it."
     )
     source: str
 
