@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from disttrain_cli.costs.activations import saved_share, working_share
+from disttrain_cli.costs.activations import kept_share, working_share
 from disttrain_cli.costs.context import (
     UNEVEN,
     exchanged_bytes,
@@ -207,7 +207,7 @@ def test_a_rank_that_gathers_has_room_for_the_gradients_of_all_rows() -> None:
         unit = shared(8, cp_comm_type=way).units[1]
         rows[way] = working_share(PROFILE, ["llm"], unit.shape)
     number = {"fp32": 4, "bf16": 2}[PROFILE.precision]
-    kept = saved_share(PROFILE, ["llm"], shared(8, cp_comm_type="all_gather").units[1].shape)
+    kept = kept_share(PROFILE, ["llm"], shared(8, cp_comm_type="all_gather").units[1].shape)
     place = PROFILE.modules["llm"].layers.index("block")
     held = LENGTH * 2 * 2 * 4 * 16 * number
     assert (rows["all_gather"][1:3, place] >= kept[1:3, place] + held - 1).all()

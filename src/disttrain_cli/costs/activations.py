@@ -81,7 +81,7 @@ def worst_work(
     return (worst / ranks, mean / ranks, 1.0) if ranks > 1 else (worst, mean, item)
 
 
-def saved_share(
+def kept_share(
     profile: Profile,
     modules: Sequence[str],
     shape: ParallelShape,
@@ -104,7 +104,7 @@ def working_share(
     later: bool = False,
     overlap: bool = False,
 ) -> Floats:
-    """Return [4, L] a rank's `working_terms` by the work of its replica, as `saved_share`."""
+    """Return [4, L] a rank's `working_terms` by the work of its replica, as `kept_share`."""
     terms = working_terms(
         profile,
         modules,
@@ -117,7 +117,7 @@ def working_share(
     share = _shared(terms, shape) + _saved_beyond_share(profile, modules, shape, trained)
     if shape.cp_comm_type != "all_gather":
         return share
-    kept = saved_share(profile, modules, replace(shape, recompute=False), trained)
+    kept = kept_share(profile, modules, replace(shape, recompute=False), trained)
     held = _by_own_rows(
         profile, modules, shape, trained, lambda _, *known: held_bytes(profile, *known)
     )

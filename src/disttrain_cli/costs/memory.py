@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from disttrain_cli.costs import nccl
-from disttrain_cli.costs.activations import at_worst, deferred_share, saved_share, working_share
+from disttrain_cli.costs.activations import at_worst, deferred_share, kept_share, working_share
 from disttrain_cli.costs.freezing import backwards
 from disttrain_cli.costs.memoised import memoised
 from disttrain_cli.spec.plan import Layout, StageMemory, UnitPlan
@@ -217,7 +217,7 @@ def layout_memory(profile: Profile, layout: Layout, limit_gib: float) -> list[St
         dp = np.array([float(unit.dp)])
         known = (profile, layout, unit)
         kept, shared = _states(*known, layout.zero_stage)
-        activations = at_worst(saved_share, *known)
+        activations = at_worst(kept_share, *known)
         whole, split = (
             np.maximum(activations, at_worst(working_share, *known, later, unit.tp_overlap))
             for later in (False, True)

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from disttrain_cli.costs.activations import at_worst, saved_share, working_share
+from disttrain_cli.costs.activations import at_worst, kept_share, working_share
 from disttrain_cli.costs.layout import CostedStage, amount, optimizer_s, reduce_s, stages_of
 from disttrain_cli.costs.memory import GIB, layout_memory
 from disttrain_cli.planning.draws import Draws
@@ -296,7 +296,7 @@ def fits(profile: Profile, layout: Layout, cut: Layout, limit_gib: float) -> boo
     stages = layout_memory(profile, cut, limit_gib)
     if chunks == 1:
         return all(stage.peak_gib <= limit_gib for stage in stages)
-    kept = at_worst(saved_share, profile, layout, unit)
+    kept = at_worst(kept_share, profile, layout, unit)
     running = at_worst(working_share, profile, layout, unit, False, unit.tp_overlap)
     working = np.maximum(kept, running)
     ends = np.cumsum(cut.units[0].layers_per_stage)[:-1]

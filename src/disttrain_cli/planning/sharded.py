@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from disttrain_cli.costs import nccl
-from disttrain_cli.costs.activations import at_worst, saved_share, working_share
+from disttrain_cli.costs.activations import at_worst, kept_share, working_share
 from disttrain_cli.costs.flops import mfu
 from disttrain_cli.costs.freezing import Backward
 from disttrain_cli.costs.layout import (
@@ -122,7 +122,7 @@ class Sharding:
         previous one being scattered.
         """
         profile, unit = self.profile, self.layout.units[0]
-        kept = at_worst(saved_share, profile, self.layout, unit)
+        kept = at_worst(kept_share, profile, self.layout, unit)
         working = np.maximum(kept, at_worst(working_share, profile, self.layout, unit))
         numbers, held = np.array(self.stage.numbers, dtype=np.float64), self.gathered_bytes.copy()
         if (tied := tied_in(profile, self.stage)) is not None:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from disttrain_cli.calls import call
-from disttrain_cli.costs.activations import saved_share, working_share
+from disttrain_cli.costs.activations import kept_share, working_share
 from disttrain_cli.costs.context import fits_nodes, misfit, most_cp
 from disttrain_cli.costs.freezing import backwards
 from disttrain_cli.costs.memoised import memoised as known_by_profile
@@ -386,7 +386,7 @@ class Unit:
         else:
             memory = [
                 *state_bytes(*known, self.cluster.zero_stage, trained, tp=shape.tp),
-                *saved_share(*known, shape, trained),
+                *kept_share(*known, shape, trained),
                 *working_share(*known, shape, trained, overlap=overlap),
             ]
         times = self.layer_ms(shape)
@@ -400,7 +400,7 @@ class Unit:
         known, trained = (self.profile, [name]), self.cluster.trained
         states = state_bytes(*known, self.cluster.zero_stage, trained, tp=shape.tp)
         shares = [
-            saved_share(*known, shape, trained),
+            kept_share(*known, shape, trained),
             working_share(*known, shape, trained, overlap=overlap),
         ]
         if name in self.replicated:
