@@ -54,7 +54,7 @@ class Cluster:
     most_cp: int | None = None  # largest CP degree; None = any
     over_nodes: bool = True  # CP groups may span several nodes
     cp_comm_types: tuple[CpCommType, ...] = ("a2a", "all_gather")  # allowed for CP groups
-    splits: bool = False  # split backward (`planning.splitting`)
+    splits: bool = False  # split backward (`planning.split_backward`)
     overlaps: bool = False  # reductions and gathers overlapped with passes (`costs.overlap`)
     hides: bool = False  # a TP group's messages overlapped with GEMMs, if that is faster
     climbs: bool = True  # hill climb from the best layouts (`planning.climb`)
