@@ -1,7 +1,7 @@
 """TP messages behind products: a block of a 7B and of a 70B LLM on 8,192 tokens, TP 4 and TP 8,
 bf16 on an A800, with and without overlap.
 
-*Priced*: kernels and messages of the block by the hardware catalogue (`profiling.hiding`).
+*Priced*: kernels and messages of the block by the hardware catalogue (`profiling.tp_overlap`).
 *Rehearsed*: the ranks of the TP group as processes that run the very code over gloo on a block of
 64 features. Every message is sent; the device is emulated: what a rank computes between two
 messages takes as long, on a clock that is slowed down, as it does in the real block, and messages
