@@ -37,7 +37,7 @@ from disttrain_cli.data.sizes import Sizes, sampled_batch, sizes_of_sample
 from disttrain_cli.data.slots import columns
 from disttrain_cli.planning.options import layers_per_stage
 from disttrain_cli.planning.solve import cluster_of
-from disttrain_cli.planning.splitting import with_delays
+from disttrain_cli.planning.split_backward import with_delays
 from disttrain_cli.planning.units import Cluster, groupings
 from disttrain_cli.spec.plan import Layout, UnitPlan
 from disttrain_cli.spec.profile import Profile

@@ -43,7 +43,7 @@ def measure(small: bool) -> common.Tables:
     from disttrain_cli.runtime.launching.launch import launch
 
     rows = []
-    for name, (dp, precision, zero) in list(LAYOUTS.items())[: 2 if small else None]:
+    for name, (dp, precision, zero) in list(LAYOUTS.items())[1:2] if small else LAYOUTS.items():
         with tempfile.TemporaryDirectory() as folder:
             run = _write_run(Path(folder), SMALL if small else SIZES, dp, precision, zero)
             payload = {"run": str(run), "dp": dp, "sizes": SMALL if small else SIZES, "out": folder}

@@ -1,7 +1,7 @@
 """TP messages behind products: a block of a 7B and of a 70B LLM on 8,192 tokens, TP 4 and TP 8,
 bf16 on an A800, with and without overlap.
 
-*Priced*: kernels and messages of the block by the hardware catalogue (`profiling.hiding`).
+*Priced*: kernels and messages of the block by the hardware catalogue (`profiling.tp_overlap`).
 *Rehearsed*: the ranks of the TP group as processes that run the very code over gloo on a block of
 64 features. Every message is sent; the device is emulated: what a rank computes between two
 messages takes as long, on a clock that is slowed down, as it does in the real block, and messages
@@ -40,7 +40,7 @@ def priced(name: str, tp: int, overlap: bool) -> tuple[list[Script], float]:
     from disttrain_cli.models.footprint import Begun
     from disttrain_cli.models.timeline import Event, timeline
     from disttrain_cli.profiling.footprints import probes_of
-    from disttrain_cli.profiling.hiding import joined_shard, message_ms, on_device
+    from disttrain_cli.profiling.tp_overlap import joined_shard, message_ms, on_device
 
     run = Run(path=Path("disttrain.yaml"), file=costs(name)[0])
     device = analytic_device("A800", run.file.cluster, "bf16")

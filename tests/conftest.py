@@ -21,15 +21,20 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ["HF_HUB_OFFLINE"] = "1"  # read where huggingface_hub is imported: tests fetch nothing
 
 
-#: They take minutes, and begin first, so that no process waits for one of them at the end.
+#: They take minutes, and begin first: a long file among the last would leave the other core idle.
 LONGEST = {
     "test_benchmarks.py",
     "test_chain.py",
     "test_demo.py",
     "test_equivalence_matrix.py",
     "test_executed.py",
+    "test_gpu_benchmark.py",
     "test_layouts.py",
+    "test_looking_after.py",
     "test_modality.py",
+    "test_module_tp.py",
+    "test_tiny_families.py",
+    "test_whole_chain.py",
 }
 
 

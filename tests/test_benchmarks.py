@@ -2,6 +2,7 @@
 judged."""
 
 import json
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -362,14 +363,29 @@ def test_a_wait_is_a_share_of_its_own_step():
     ] == pytest.approx(10)
 
 
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    """Copies into a folder the run of one device that `data_wait.prepared` leaves there."""
+    of_one = tmp_path_factory.mktemp("one")
+    data_wait.prepared(of_one, 1)
+
+    def copied(folder, devices):
+        assert devices == 1
+        shutil.copytree(of_one, folder, dirs_exist_ok=True)
+
+    return copied
+
+
 @pytest.mark.slow
-def test_memory_of_ranks():
+def test_memory_of_ranks(prepared, monkeypatch):
+    monkeypatch.setattr(memory, "prepared", prepared)
     [rows] = memory.measure(small=True).values()
     assert rows[-1]["step"] == 4 and 50 < rows[-1]["rank 0"] < 2_000
 
 
 @pytest.mark.slow
-def test_data_wait():
+def test_data_wait(prepared, monkeypatch):
+    monkeypatch.setattr(data_wait, "prepared", prepared)
     shares, *places = data_wait.measure(small=True).values()
     assert [row["data"] for row in shares] == ["in the ranks", "service"]
     assert all(0 < row["wait ms"] < 1e3 * row["step s"] for row in shares)

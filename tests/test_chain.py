@@ -18,9 +18,11 @@ from disttrain_cli.runtime.checkpoints.folder import sealed
 pytestmark = pytest.mark.slow
 SCRIPT = Path(sys.executable).parent / "disttrain"
 STEPS, RESUMED_STEPS = 3, 5
-#: Where this chain is smaller than the preset: four ranks, two pictures drawn and three read.
+#: Where this chain is smaller than the preset: four ranks, two pictures drawn and three read, and
+#: so few steps that its profile ends at the least budget.
 SMALLER = {
     "  gpus_per_node: 6": "  gpus_per_node: 4",
+    "  steps: 360": "  steps: 24",
     "  images: 100": "  images: 2",
     "  denoising_steps: 20": "  denoising_steps: 4",
     "  read: 100": "  read: 3",

@@ -77,11 +77,12 @@ def test_a_preset_is_trained_answers_and_is_exported(tmp_path, preset):
     install = f"{install_command('generate')} && " if installs else ""
     assert f"Next: {install}python -c" in err and "image-text-to-text" in err
     folder = next((run / "runs").rglob("samples.json")).parent
-    for one in answers[:2]:
-        image = folder / one["images"][0]
-        wrote = document(run, "sample", "--image", image, "--prompt", ASKED)["written"][0]["text"]
-        assert wrote.strip() == generated(run / "out", PROCESSORS[preset], image)
-        assert wrote.startswith("It is a")
+    images = [folder / one["images"][0] for one in answers[:2]]
+    asked = [word for image in images for word in ("--image", image)]
+    written = document(run, "sample", *asked, "--prompt", ASKED)["written"]
+    for one, image in zip(written, images, strict=True):
+        assert one["text"].strip() == generated(run / "out", PROCESSORS[preset], image)
+        assert one["text"].startswith("It is a")
 
 
 def test_init_keeps_a_model_that_differs(tmp_path):

@@ -243,7 +243,7 @@ def test_devices_that_no_layout_needs_are_said_to_be_left_over(run_folder, capsy
     used = read_plan(run_folder / "runs" / "tiny" / "plan.yaml").plan.gpus_used
     assert code == 0 and used < 11
     assert f"on {used} of 12 devices" in out
-    assert f"Idle      {12 - used} of 12 devices: no layout found that uses more is faster." in out
+    assert f"Idle      {12 - used} of 12 devices: no faster layout that uses more was found." in out
     assert "has DP 1, which must divide the batch of 1: none is larger" in " ".join(out.split())
 
 

@@ -11,7 +11,7 @@ from disttrain_cli.app import main
 from disttrain_cli.commands.profile import CATALOGUE, _render
 from disttrain_cli.console import Console
 from disttrain_cli.costs.hardware import catalogue
-from disttrain_cli.profiling.seen_data import with_data
+from disttrain_cli.profiling.recorded_data import with_data
 from disttrain_cli.spec.profile import Measuring, read_profile
 from disttrain_cli.spec.runfile import read_run
 from tests.commands.conftest import make_profile

@@ -46,6 +46,8 @@ SILENT = {
 
 def executed(cases: list[list[Any]]) -> list[dict[str, float]]:
     """What each case (run file, place of a layer, TP size, sizes of the batch) keeps and runs."""
+    import gc
+
     import torch._subclasses.fake_tensor
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -65,6 +67,7 @@ def executed(cases: list[list[Any]]) -> list[dict[str, float]]:
     found = []
     for path, place, tp, sizes in cases:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=tp)
+        gc.freeze()  # else every collection of `_step` goes through all that torch has imported
         try:
             found.append(_one(path, place, tp, sizes))
         finally:

@@ -9,7 +9,7 @@ from disttrain_cli.models.disk_cache import from_disk
 from disttrain_cli.models.flops import LayerFlops, count_flops
 from disttrain_cli.profiling.analytic import _counted
 from disttrain_cli.profiling.footprints import running
-from disttrain_cli.profiling.hiding import _events
+from disttrain_cli.profiling.tp_overlap import _events
 from disttrain_cli.spec.profile import Polynomial
 from disttrain_cli.spec.user_cache import cache_folder
 

@@ -196,10 +196,10 @@ def test_hidden_messages_are_a_difference_in_few_words(made: Made) -> None:
         update={"units": [encoder, llm.model_copy(update={"tp_overlap": True}), generator]}
     )
     (found,) = differences(layout, hides)
-    assert (found.unit, found.what) == ("llm", "TP messages hidden")
+    assert (found.unit, found.what) == ("llm", "TP messages overlapped")
     assert (found.before, found.after) == (False, True)
-    assert in_words(layout, hides) == "llm hides TP messages"
-    assert in_words(hides, layout) == "llm TP messages wait"
+    assert in_words(layout, hides) == "llm overlaps TP messages"
+    assert in_words(hides, layout) == "llm TP messages exposed"
 
 
 def test_plans_of_other_work_are_not_compared(made: Made) -> None:

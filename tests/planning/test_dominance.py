@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from disttrain_cli.planning.dominance import not_behind, undominated
+from disttrain_cli.planning.dominance import few_dominators, undominated
 from disttrain_cli.planning.search import search
 from disttrain_cli.planning.sensitivity import scale_images
 from disttrain_cli.planning.units import Cluster, groupings
@@ -33,7 +33,7 @@ def test_only_rows_with_enough_dominators_go(seed: int, top: int, columns: int, 
         assert set(np.flatnonzero(dominators < top)) == set(kept.tolist())
         half = [list(part[:, ::2]) for part in (worse, simplicity)]
         assert (
-            not_behind((list(worse), list(simplicity)), (half[0], half[1]), top).tolist()
+            few_dominators((list(worse), list(simplicity)), (half[0], half[1]), top).tolist()
             == (
                 ((worse[:, ::2, None] <= worse[:, None, :]).all(axis=0) & first[::2]).sum(axis=0)
                 < top

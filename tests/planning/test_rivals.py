@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from disttrain_cli.costs.memory import layout_memory
 from disttrain_cli.errors import InfeasibleError
-from disttrain_cli.planning.layouts import as_found
+from disttrain_cli.planning.layouts import baseline_layout
 from disttrain_cli.planning.predict import predict
 from disttrain_cli.planning.ranges import TIE
 from disttrain_cli.planning.solve import cluster_of, solve
@@ -66,7 +66,7 @@ def check_rivals(job: tuple[RunFile, Profile]) -> int:
     for baseline in plan.baselines.values():
         if baseline is None or baseline.plan is None:
             continue
-        layout = as_found(baseline.plan, units_of(profile, cluster, baseline.plan), "auto")
+        layout = baseline_layout(baseline.plan, units_of(profile, cluster, baseline.plan), "auto")
         if any(
             stage.peak_gib > stage.limit_gib
             for stage in layout_memory(profile, layout, cluster.memory_gib)

@@ -165,7 +165,7 @@ def test_sound_stays_where_images_change() -> None:
     assert list(twice.modules) == list(profile.modules)
     heard = profile.data.clips * profile.inputs.of("audio")[0].tokens
     room = profile.data.sequences * profile.inputs.sequence_length - heard
-    for images, note in ((room // 2, ""), (room // 2 + 1, "too many tokens")):
+    for images, note in ((room // 2, ""), (room // 2 + 1, "exceeds the sequence length")):
         full = profile.model_copy(
             update={"data": profile.data.model_copy(update={"image_tokens": images})}
         )
@@ -192,7 +192,7 @@ def test_more_image_tokens_than_a_sequence_holds_is_said() -> None:
     found = sensitivity(full, cluster, plan_of(cluster), silent)
     assert found is not None
     doubled = next(change for change in found.changes if change.what == "images doubled")
-    assert doubled.iteration_s is None and doubled.note == "too many tokens"
+    assert doubled.iteration_s is None and doubled.note == "exceeds the sequence length"
 
 
 def test_an_odd_batch_is_not_halved_and_text_has_no_images_to_change() -> None:

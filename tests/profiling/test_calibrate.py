@@ -338,7 +338,7 @@ def test_traces_of_something_else_are_refused(recording, run, tmp_path):
     with pytest.raises(MismatchError, match=run.file.model_fingerprint()):
         calibrate([folder.parent], other)
     (folder / "job.json").unlink()
-    with pytest.raises(DataError, match="does not say what was run"):
+    with pytest.raises(DataError, match="does not describe its run"):
         calibrate([folder.parent], run)
     with pytest.raises(DataError):
         calibrate([tmp_path / "none"], run)

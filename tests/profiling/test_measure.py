@@ -14,7 +14,7 @@ import yaml
 from disttrain_cli.data.sample_data import write_sample_data
 from disttrain_cli.errors import DataError
 from disttrain_cli.profiling import measure as room
-from disttrain_cli.profiling.kept import Record, kept_path, record_name
+from disttrain_cli.profiling.records import Record, record_name, records_path
 from disttrain_cli.profiling.worker import Variant
 from disttrain_cli.spec.profile import Profile, read_profile
 from disttrain_cli.spec.runfile import Run, read_run
@@ -201,7 +201,7 @@ class TestThreeModules:
         self, measured: tuple[Run, Profile]
     ) -> None:
         run, _ = measured
-        stored = json.loads(kept_path(run).read_text())
+        stored = json.loads(records_path(run).read_text())
         assert stored["records"] and stored["completed_for"] == run.file.cluster.figures()
 
     def test_more_work_takes_more_time(self, measured: tuple[Run, Profile]) -> None:
@@ -238,7 +238,7 @@ class TestThreeModules:
 
 
 def stored(run: Run) -> dict[str, Any]:
-    return dict(json.loads(kept_path(run).read_text())["records"])
+    return dict(json.loads(records_path(run).read_text())["records"])
 
 
 @pytest.mark.slow

@@ -81,7 +81,8 @@ def orders_of(run: Run, layout: Layout) -> Orders:
 
 
 def before_fork(payload: dict[str, Any]) -> None:
-    layer_table(read_run(*payload["cases"][0]["run"]))
+    for case in payload["cases"]:
+        layer_table(read_run(*case["run"]))
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from disttrain_cli.costs.context import held_bytes, kept_bytes, rows
 from disttrain_cli.costs.freezing import Backward, backwards
-from disttrain_cli.costs.remembering import remembered
+from disttrain_cli.costs.memoised import memoised
 from disttrain_cli.costs.stage import slope
 from disttrain_cli.spec.plan import Layout, UnitPlan
 from disttrain_cli.spec.profile import LayerCost, Polynomial, Profile
@@ -92,7 +92,7 @@ def kept_share(
     They are its share of them, plus what it saves in addition.
     """
     terms = activation_terms(profile, modules, trained, tp=shape.tp, recompute=shape.recompute)
-    more = _inputs_of_others if shape.recompute else _kept_twice
+    more = _inputs_of_others if shape.recompute else _saved_beyond_share
     return _shared(terms, shape) + more(profile, modules, shape, trained)
 
 
@@ -114,7 +114,7 @@ def working_share(
         later=later,
         overlap=overlap,
     )
-    share = _shared(terms, shape) + _kept_twice(profile, modules, shape, trained)
+    share = _shared(terms, shape) + _saved_beyond_share(profile, modules, shape, trained)
     if shape.cp_comm_type != "all_gather":
         return share
     kept = kept_share(profile, modules, replace(shape, recompute=False), trained)
@@ -134,7 +134,7 @@ def deferred_share(
     return _shared(deferred_terms(profile, modules, trained, tp=shape.tp), shape)
 
 
-@remembered
+@memoised
 def activation_terms(
     profile: Profile,
     modules: Sequence[str],
@@ -161,7 +161,7 @@ def activation_terms(
     )
 
 
-@remembered
+@memoised
 def working_terms(
     profile: Profile,
     modules: Sequence[str],
@@ -252,7 +252,7 @@ def _shared(terms: Floats, shape: ParallelShape) -> Floats:
     return np.vstack([terms[:1], terms[1:] / shape.cp])
 
 
-def _kept_twice(
+def _saved_beyond_share(
     profile: Profile, modules: Sequence[str], shape: ParallelShape, trained: Sequence[str] | None
 ) -> Floats:
     """Return [4, L] bytes that a CP rank saves for a slot beyond its share of the work."""

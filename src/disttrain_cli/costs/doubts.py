@@ -18,7 +18,7 @@ from pydantic import Field
 
 from disttrain_cli.costs.hardware import lookup, network_times
 from disttrain_cli.costs.links import GIGABIT_BYTES
-from disttrain_cli.costs.remembering import remembered
+from disttrain_cli.costs.memoised import memoised
 from disttrain_cli.errors import SpecError
 from disttrain_cli.spec.files import Strict
 from disttrain_cli.spec.plan import Basis
@@ -50,18 +50,20 @@ BETWEEN_NODES = {"network", "network_p2p", "network_hop_us", "link_hop_us"}
 class Factors(Strict):
     """Multiples of a profile's times; shares and latencies as named."""
 
-    llm: float = Field(1.0, gt=0, description="Kernels of modules of that kind.")
+    llm: float = Field(1.0, gt=0, description="Kernels of modules of this kind.")
     encoder: float = Field(1.0, gt=0)
     generator: float = Field(1.0, gt=0)
     optimizer: float = Field(1.0, gt=0)
-    tp_overlap: float = Field(1.0, ge=0, description="Share of what overlapped messages save.")
+    tp_overlap: float = Field(
+        1.0, ge=0, description="Share of the time that overlapped messages save."
+    )
     link: float = Field(1.0, gt=0, description="Bytes inside a node.")
     network: float = Field(1.0, gt=0, description="Bytes of collectives between nodes.")
     network_p2p: float = Field(1.0, gt=0, description="Bytes from rank to rank between nodes.")
     link_hop_us: float = Field(0.0, ge=0, description="Latency of a ring's step inside a node.")
-    network_hop_us: float = Field(0.0, ge=0, description="The same between nodes.")
+    network_hop_us: float = Field(0.0, ge=0, description="Latency of a ring's step between nodes.")
     spread: float = Field(0.0, ge=0, description="Standard deviation of the ranks' speed.")
-    fit: float = Field(0.0, ge=0, description="Errors of a module's own fit that are added.")
+    fit: float = Field(0.0, ge=0, description="Multiple of a module's mean fit error to add.")
 
 
 class Doubt(Strict):
@@ -69,7 +71,7 @@ class Doubt(Strict):
 
     what: str
     profiles: list[ProfileKind]
-    curves: list[str] | None = Field(None, description="Of the catalogue; None = all.")
+    curves: list[str] | None = Field(None, description="Curves of the catalogue; None: all.")
     basis: Basis
     expected: Factors = Factors()
     pessimistic: Factors = Factors()
@@ -123,7 +125,7 @@ def lacks_network(profile: Profile, gpus: int) -> bool:
     return profile.links.inter_node is None and gpus > profile.cluster.gpus_per_node
 
 
-@remembered
+@memoised
 def costs_at(profile: Profile, level: Level, gpus: int) -> Profile:
     """Return the profile with its costs at a level, for a step on this many devices.
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from disttrain_cli.costs.remembering import remembered
+from disttrain_cli.costs.memoised import memoised
 from disttrain_cli.spec.profile import LayerCost, Profile
 from disttrain_cli.spec.runfile.model import PROJECTORS
 
@@ -34,7 +34,7 @@ def owners(profile: Profile) -> set[str]:
     }
 
 
-@remembered
+@memoised
 def backwards(profile: Profile, trained: Sequence[str] | None) -> dict[str, list[Backward]]:
     """Return the backward of each layer, by module name.
 

@@ -58,7 +58,7 @@ class Curve(Efficiency):
 
     launch_us: float = Field(ge=0, description="Start and end of a kernel on the device.")
     sustained: Efficiency | None = Field(
-        description="After seconds of full load; null: unknown, a doubt (doubts.yaml) covers it."
+        description="Efficiency after seconds of full load; null: unknown, a doubt covers it."
     )
     source: str
 
@@ -72,16 +72,16 @@ class Device(Strict):
     """Published figures of one device; peaks are dense, bandwidths of one direction."""
 
     name: str
-    pattern: str = Field(description="Of the name that torch.cuda.get_device_name reports.")
+    pattern: str = Field(description="Pattern of the name that torch.cuda.get_device_name reports.")
     bf16_tflops: float = Field(gt=0)
     fp32_tflops: float = Field(gt=0, description="Without TF32.")
     memory_gib: float = Field(gt=0)
     memory_gbytes_s: float = Field(gt=0)
-    link_gbytes_s: float = Field(gt=0, description="To the other devices of a node.")
+    link_gbytes_s: float = Field(gt=0, description="Bandwidth to the other devices of a node.")
     network_gbps: float = Field(gt=0, description="Typical network of one device.")
     curve: str
     capability: tuple[int, int] = Field(
-        CAPABILITY, description="Compute capability: which kernels it has."
+        CAPABILITY, description="Compute capability, which decides on its kernels."
     )
     source: str
 

@@ -16,8 +16,8 @@ from disttrain_cli.costs.context import exchanged_ms
 from disttrain_cli.costs.flops import flops_parts
 from disttrain_cli.costs.freezing import Backward, backwards
 from disttrain_cli.costs.links import COLLECTIVES, all_gather_s, all_reduce_s, p2p_s, ring_link
+from disttrain_cli.costs.memoised import memoised
 from disttrain_cli.costs.memory import WEIGHT_BYTES, tied_in
-from disttrain_cli.costs.remembering import remembered
 from disttrain_cli.costs.replicated import dealt_ms
 from disttrain_cli.costs.stage import backward_parts, forward_parts, shard_of
 from disttrain_cli.spec.plan import Layout, UnitPlan
@@ -174,7 +174,7 @@ def _costs(
         yield Cost(name, *rows)
 
 
-@remembered
+@memoised
 def _layer(
     profile: Profile,
     name: str,

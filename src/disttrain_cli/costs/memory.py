@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from disttrain_cli.costs import nccl
 from disttrain_cli.costs.activations import at_worst, deferred_share, kept_share, working_share
 from disttrain_cli.costs.freezing import backwards
-from disttrain_cli.costs.remembering import remembered
+from disttrain_cli.costs.memoised import memoised
 from disttrain_cli.spec.plan import Layout, StageMemory, UnitPlan
 from disttrain_cli.spec.profile import LayerShard, Profile
 from disttrain_cli.spec.stage_graph import Stage, StageGraph, neighbours, stage_graph
@@ -160,7 +160,7 @@ def _pairs(profile: Profile) -> list[tuple[str, str]]:
     ]
 
 
-@remembered
+@memoised
 def state_bytes(
     profile: Profile,
     modules: Sequence[str],

@@ -35,7 +35,7 @@ from disttrain_cli.costs.layout import (
     ring_width,
     update_s,
 )
-from disttrain_cli.costs.remembering import remembered
+from disttrain_cli.costs.memoised import memoised
 from disttrain_cli.costs.stage import backward_parts, forward_parts, shard_of
 from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.profile import LinkTimes, Polynomial, Profile
@@ -189,7 +189,7 @@ def _layers(
     return list(forward_ms), list(last_ms)
 
 
-@remembered
+@memoised
 def _layer_ms(
     profile: Profile,
     name: str,

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from disttrain_cli.calls import call
 from disttrain_cli.costs.context import exchanged_ms
 from disttrain_cli.costs.freezing import Backward, backwards
-from disttrain_cli.costs.remembering import remembered
+from disttrain_cli.costs.memoised import memoised
 from disttrain_cli.errors import SpecError
 from disttrain_cli.spec.profile import (
     HidingPass,
@@ -73,7 +73,7 @@ class UnitTimes:
     backward_slope: Floats
 
 
-@remembered
+@memoised
 def unit_times(
     profile: Profile,
     modules: Sequence[str],
@@ -113,7 +113,7 @@ def unit_times(
     return UnitTimes(*np.array(rows).T)
 
 
-@remembered
+@memoised
 def overlap_helps(
     profile: Profile,
     modules: Sequence[str],

@@ -43,7 +43,7 @@ from disttrain_cli.planning.options import (
     slowest_by_stages,
     take,
 )
-from disttrain_cli.planning.units import Cluster, Unit, holder_of, remembered, shape_at, units_after
+from disttrain_cli.planning.units import Cluster, Unit, holder_of, memoised, shape_at, units_after
 from disttrain_cli.spec.stage_graph import in_line
 
 Floats = NDArray[np.float64]
@@ -114,7 +114,7 @@ def rough_floor(units: list[Unit], size: int, cluster: Cluster) -> float:
     return float(times[pp >= rows.least_stages].min(initial=np.inf)) * SAFE
 
 
-@remembered
+@memoised
 def _hyperbola(unit: Unit, size: int, gpus: int) -> tuple[float, float, float]:
     """Return (b, w, work) of a unit without the LLM, derived from `busiest_load`.
 
@@ -296,7 +296,7 @@ def narrowed(space: Space, limit: float) -> tuple[list[Options] | None, float]:
     slots, holder = space.slots, space.holder
     if not all(len(rows) for rows in space.rows):
         return None, space.within_ms if len(space.rows[holder]) else np.inf
-    llm = _alone(space, holder, space.llm, space.llm.stage_ms, limit)
+    llm = _within(space, holder, space.llm, space.llm.stage_ms, limit)
     if not len(llm):
         return None, limit
     longest_ms = np.inf  # of the slowest stage
@@ -306,7 +306,7 @@ def narrowed(space: Space, limit: float) -> tuple[list[Options] | None, float]:
     for number in range(len(space.rows)):
         if number != holder:
             rows = space.rows[number].behind(min(slots, _later(space, number, llm) + 1))
-            rows = _alone(space, number, rows, rows.slowest_ms(rows.layers), limit)
+            rows = _within(space, number, rows, rows.slowest_ms(rows.layers), limit)
             sides.append(_side(space, number, rows, longest_ms))
     llm = take(llm, _steps_ms(space, llm, sides) <= limit)
     llm = _sharpened(space, llm, units_after(space.units)[holder])
@@ -314,12 +314,14 @@ def narrowed(space: Space, limit: float) -> tuple[list[Options] | None, float]:
     llm = take(llm, steps_ms <= limit)
     if not len(llm):
         return None, limit
-    options = [options_of(side.rows, *_beside(space, llm, sides, side, limit)) for side in sides]
+    options = [
+        options_of(side.rows, *_within_with_llm(space, llm, sides, side, limit)) for side in sides
+    ]
     options.insert(holder, llm)
     return (options if all(len(each) for each in options) else None), float(steps_ms.min())
 
 
-def _alone(space: Space, number: int, table: Table, stage_ms: Floats, limit: float) -> Table:
+def _within(space: Space, number: int, table: Table, stage_ms: Floats, limit: float) -> Table:
     """Return a unit's rows or options within the limit, all others taking their least time."""
     unit_ms = table.unit_ms  # type: ignore[attr-defined]
     least_ms = _warmup_ms(space, number, unit_ms) + _steady_ms(stage_ms, space.slots)
@@ -378,7 +380,7 @@ def _steady_ms(stage_ms: Floats, slots: int) -> Floats:
     return (slots - 1) * stage_ms if slots > 1 else np.zeros_like(stage_ms)
 
 
-def _beside(
+def _within_with_llm(
     space: Space, llm: Options, sides: list[_Side], side: _Side, limit: float
 ) -> tuple[Ints, Ints]:
     """Return a unit's options, as row and PP, that fit some LLM option within the limit."""

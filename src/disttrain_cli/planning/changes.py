@@ -132,13 +132,13 @@ def differences(old: Layout, new: Layout) -> list[Difference]:
                 (mine.name, "PP", mine.pp, theirs.pp),
                 (mine.name, "layers per stage", mine.layers_per_stage, theirs.layers_per_stage),
                 (mine.name, "recomputes", mine.checkpointing, theirs.checkpointing),
-                (mine.name, "weights after", delays(mine), delays(theirs)),
-                (mine.name, "TP messages hidden", mine.tp_overlap, theirs.tp_overlap),
+                (mine.name, "weight gradients deferred", delays(mine), delays(theirs)),
+                (mine.name, "TP messages overlapped", mine.tp_overlap, theirs.tp_overlap),
             ]
     differing += [
         (None, "microbatch", old.microbatch_size, new.microbatch_size),
         (None, "ZeRO", old.zero_stage, new.zero_stage),
-        (None, "reductions behind passes", old.overlap, new.overlap),
+        (None, "reductions overlapped", old.overlap, new.overlap),
     ]
     return [Difference(*one) for one in differing if one[2] != one[3]]
 

@@ -226,7 +226,7 @@ def _check_batch(plan: Plan, run: RunFile, profile: Profile) -> None:
         layout.check_slots(profile.inputs.llm)
     except ValueError as error:
         raise SpecError(
-            "The slots of the plan do not make up the global batch", str(error), EDIT
+            "The slots of the plan do not add up to the global batch", str(error), EDIT
         ) from None
 
 

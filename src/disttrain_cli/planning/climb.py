@@ -18,7 +18,7 @@ from disttrain_cli.costs.layout import optimizer_s, reduce_s, stages_of
 from disttrain_cli.costs.overlap import hidden
 from disttrain_cli.planning.bounds import divisors
 from disttrain_cli.planning.objective import layout_time
-from disttrain_cli.planning.splitting import whole
+from disttrain_cli.planning.split_backward import whole
 from disttrain_cli.planning.units import Cluster, Unit, holder_of, shape_at
 from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.shape import ParallelShape

@@ -41,7 +41,7 @@ def undominated(worse: Sequence[Floats | Ints], simplicity: Sequence[Ints], top:
     return np.sort(np.concatenate(kept))
 
 
-def not_behind(rows: Dearness, others: Dearness, top: int) -> NDArray[np.bool_]:
+def few_dominators(rows: Dearness, others: Dearness, top: int) -> NDArray[np.bool_]:
     """Return a mask of rows with fewer than `top` dominators in `others`.
 
     At most `MOST` of those are compared with, so that some dominated rows may remain.

@@ -308,7 +308,7 @@ def idle_sentence(layout: Layout, llm: str, gpus: int) -> str | None:
     left, unit, batch = gpus - layout.gpus_used, layout.unit_of(llm), layout.global_batch_size
     if not left:
         return None
-    sentence = f"Idle      {left:,} of {gpus:,} devices: no layout found that uses more is faster."
+    sentence = f"Idle      {left:,} of {gpus:,} devices: no faster layout that uses more was found."
     wider = next((dp for dp in range(unit.dp + 1, batch + 1) if batch % dp == 0), None)
     more = 0 if wider is None else (wider - unit.dp) * unit.gpus // unit.dp
     if wider is not None and more <= left:
@@ -328,8 +328,8 @@ def not_measured_sentence(profile: Profile, gpus: int) -> str | None:
     if not names:
         return None
     return (
-        f"TP        {names} not tried: the profile's budget ended before measuring them; profiling"
-        f" again goes on with them: {spelled(call('profile'))}"
+        f"TP        {names} not searched: the profile's budget ended before measuring them; profile"
+        f" again to measure them: {spelled(call('profile'))}"
     )
 
 
@@ -402,9 +402,9 @@ def differences(layout: Layout, other: Layout) -> str:
         if not changed and mine.layers_per_stage != theirs.layers_per_stage:
             changed.append(f"layers {layers(theirs)}")
         if not changed and mine.tp_overlap != theirs.tp_overlap:
-            changed.append("hides TP messages" if theirs.tp_overlap else "TP messages wait")
+            changed.append("overlaps TP messages" if theirs.tp_overlap else "TP messages exposed")
         if not changed and mine.weight_delay != theirs.weight_delay:
-            changed.append(f"weights after {delays(theirs)}")
+            changed.append(f"weight gradients deferred {delays(theirs)}")
         if changed:
             words.append(f"{mine.name} {' '.join(changed)}")
     if layout.microbatch_size != other.microbatch_size:
@@ -412,7 +412,7 @@ def differences(layout: Layout, other: Layout) -> str:
     if layout.zero_stage != other.zero_stage:
         words.append(f"ZeRO-{other.zero_stage}")
     if layout.overlap != other.overlap:
-        words.append(f"reductions {'behind' if other.overlap else 'after'} passes")
+        words.append(f"reductions {'overlapped' if other.overlap else 'after the backward'}")
     return ", ".join(words) or "same layout"
 
 

@@ -32,7 +32,7 @@ from disttrain_cli.planning.draws import Draws
 from disttrain_cli.planning.objective import layout_time
 from disttrain_cli.planning.predict import batches, simulated_s
 from disttrain_cli.planning.search import Candidate, SearchResult
-from disttrain_cli.planning.splitting import timed, whole
+from disttrain_cli.planning.split_backward import timed, whole
 from disttrain_cli.planning.units import Cluster, Unit, holder_of, units_of
 from disttrain_cli.spec.plan import Layout, UnitPlan
 from disttrain_cli.spec.profile import Profile

@@ -74,7 +74,7 @@ def infeasible(profile: Profile, cluster: Cluster, strategy: Strategy) -> Infeas
         f" {binding.peak_gib:.3g} GiB at least, a device has {device_gib:.3g} GiB"
         + (f" less cluster.memory_margin_gib: {cluster.margin_gib:g}" if cluster.margin_gib else "")
         + _cannot_share(profile, cluster),
-        f"{', or '.join(helps)} would do.",
+        f"{', or '.join(helps)} would suffice.",
     )
 
 

@@ -132,7 +132,7 @@ def cut_into(profile: Profile, layout: Layout, chunks: int) -> Layout | None:
         times.append(float(amount(parts, np.array([[work]]))[0, 0]))
     nothing = np.zeros(len(times))
     layers = split(np.array(times), nothing, nothing, nothing, math.inf, 1, 0, count)
-    assert layers is not None, "no memory is asked for"
+    assert layers is not None, "no memory is computed"
     return _staged(layout, unit, layers)
 
 
@@ -240,7 +240,7 @@ def _program(devices: int, count: int, slots: int) -> _Program:
                     for each in (operation, source)
                 )
                 rows.append((turn, number, device, awaited, -1 if cut is None else cut))
-        assert len(rows) > before, "the schedule waits for itself"
+        assert len(rows) > before, "the schedule deadlocks"
     turns, numbers, of, sources, cuts = np.array(sorted(rows)).T
     places = np.empty(every + 1, np.int64)
     places[np.append(numbers, every)] = np.arange(every + 1)

@@ -65,7 +65,7 @@ def layout_of(
     return layout
 
 
-def as_found(layout: Layout, units: list[Unit], strategy: Strategy) -> Layout:
+def baseline_layout(layout: Layout, units: list[Unit], strategy: Strategy) -> Layout:
     """Return a baseline's layout of these units for another strategy and its cluster's features."""
     plans = [
         plan.model_copy(update={"tp_overlap": unit.overlaps(plan.shape)})

@@ -26,7 +26,7 @@ from disttrain_cli.costs.memory import (
 from disttrain_cli.costs.nccl import Spread, most_messages_mib
 from disttrain_cli.planning.objective import busiest_load
 from disttrain_cli.planning.partition import fewest_stages, most_of_a_slot, slowest_stage, split
-from disttrain_cli.planning.units import Unit, remembered
+from disttrain_cli.planning.units import Unit, memoised
 from disttrain_cli.spec.shape import ParallelShape
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ def options_of(rows: Rows, row: Ints, pp: Ints) -> Options:
     )
 
 
-@remembered
+@memoised
 def list_rows(
     unit: Unit, slot_sequences: int, slots: int, most_gpus: int, later_units: int
 ) -> Rows:
@@ -326,7 +326,7 @@ def price(
     have a stage slower than `within_ms` or whose stages could be fewer, are dropped.
     """
     alone = options.pp == 1
-    whole = _price_whole(unit, take(options, alone), slot_sequences, slots)
+    whole = _price_single_stage(unit, take(options, alone), slot_sequences, slots)
     several = take(options, ~alone)
     return join(
         [
@@ -336,7 +336,7 @@ def price(
     )
 
 
-def _price_whole(unit: Unit, options: Options, slot_sequences: int, slots: int) -> Options:
+def _price_single_stage(unit: Unit, options: Options, slot_sequences: int, slots: int) -> Options:
     """Price options of one stage: the number of slots in flight that fit."""
     if not len(options):
         return options
@@ -433,7 +433,7 @@ def _layers(
     )
 
 
-@remembered
+@memoised
 def slowest_by_stages(
     unit: Unit, shape: ParallelShape, slot_sequences: int, slots: int, after: int, most_gpus: int
 ) -> Floats:
@@ -447,7 +447,7 @@ def slowest_by_stages(
     return slowest_stage(*layers, slots, after, most, unit.allowed)[0]
 
 
-@remembered
+@memoised
 def layers_per_stage(
     unit: Unit, shape: ParallelShape, slot_sequences: int, slots: int, after: int
 ) -> list[int] | None:

@@ -143,8 +143,8 @@ def range_sentence(predicted: Prediction) -> str | None:
     parts = "; ".join(f"{BASES[basis]}: {', '.join(names)}" for basis, names in found.items())
     slower_pct = 100 * (predicted.range_s[1] / predicted.iteration_s - 1)
     return (
-        f"Range     up to {slower_pct:.0f} % beyond the profile's costs, by which layouts are"
-        f" ranked and compared here. In it, {parts}."
+        f"Range     up to {slower_pct:.0f} % slower than at the profile's costs, which rank and"
+        f" compare layouts here. Sources of doubt: {parts}."
     )
 
 
@@ -161,7 +161,7 @@ def order_sentence(orders: Mapping[str, Order]) -> str | None:
         *([f"{', '.join(ties)} within {100 * TIE:g} % of the plan at both costs"] if ties else []),
         *flips,
     ]
-    return f"Order     not sure: {'; '.join(said)}." if said else None
+    return f"Order     uncertain: {'; '.join(said)}." if said else None
 
 
 def _percent(share: float) -> str:

@@ -31,7 +31,7 @@ from disttrain_cli.planning.bounds import (
     side_by_side,
     space_of,
 )
-from disttrain_cli.planning.dominance import Dearness, not_behind, undominated
+from disttrain_cli.planning.dominance import Dearness, few_dominators, undominated
 from disttrain_cli.planning.objective import combine
 from disttrain_cli.planning.options import Floats, Ints, Options, join, price, take
 from disttrain_cli.planning.units import Cluster, Unit, holder_of, shape_at
@@ -243,7 +243,11 @@ def _layouts(
             _may_join(wanted[number], partial, rest, beside, slots, cluster.gpus, within),
         )
         least = _warmup_ms(
-            partial.line_ms.min(), _whole_ms(partial, rest).min(), table.unit_ms, rest, beside
+            partial.line_ms.min(),
+            _warmup_bound_ms(partial, rest).min(),
+            table.unit_ms,
+            rest,
+            beside,
         )
         most = (within - least) / (slots - 1) if slots > 1 else np.full(len(table), np.inf)
         exact = _priced(units[number], table, size, slots, np.unique(partial.stages), most, top)
@@ -277,7 +281,7 @@ def _priced(
         exact = take(exact, undominated(*_dearness(exact), top))
         if not len(left):
             return exact
-        left = left[not_behind(_dearness(take(table, left)), _dearness(exact), top)]
+        left = left[few_dominators(_dearness(take(table, left)), _dearness(exact), top)]
 
 
 def _dearness(options: Options) -> Dearness:
@@ -300,7 +304,7 @@ def _steady_ms(stage_ms: NDArray[np.float64], slots: int) -> NDArray[np.float64]
     return (slots - 1) * stage_ms if slots > 1 else np.zeros_like(stage_ms)
 
 
-def _whole_ms(partial: _Partial, rest: _Rest) -> NDArray[np.float64]:
+def _warmup_bound_ms(partial: _Partial, rest: _Rest) -> NDArray[np.float64]:
     """Return a lower bound of partial layouts' warm-up with the encoders not yet chosen."""
     return partial.line_ms + np.maximum(partial.beside_ms, rest.beside_ms)
 
@@ -335,7 +339,7 @@ def _may_join(
     index = np.searchsorted(partial.gpus[order], gpus - rest.gpus - table.gpus, side="right")
     stage_ms, line_ms, whole_ms = (
         np.concatenate([[np.inf], np.minimum.accumulate(values[order])])[index]
-        for values in (partial.stage_ms, partial.line_ms, _whole_ms(partial, rest))
+        for values in (partial.stage_ms, partial.line_ms, _warmup_bound_ms(partial, rest))
     )
     warmup_ms = _warmup_ms(line_ms, whole_ms, table.unit_ms, rest, beside)
     return warmup_ms + _steady_ms(np.maximum(table.stage_ms, stage_ms), slots) <= limit
@@ -368,7 +372,11 @@ def _join(
         stage_ms = np.maximum(part.stage_ms[:, None], table.stage_ms)
         after = part.stages[:, None]
         warmup_ms = _warmup_ms(
-            part.line_ms[:, None], _whole_ms(part, rest)[:, None], table.unit_ms, rest, beside
+            part.line_ms[:, None],
+            _warmup_bound_ms(part, rest)[:, None],
+            table.unit_ms,
+            rest,
+            beside,
         )
         fits = (
             (gpus + rest.gpus <= total_gpus)

@@ -129,7 +129,7 @@ def sensitivity(
     for name, data, machines in asked:
         progress("what-if searches", len(changes), total)
         if name == "images doubled" and _more_than_fits(profile, 2.0):
-            changes.append(Change(name, cluster.gpus, note="too many tokens"))
+            changes.append(Change(name, cluster.gpus, note="exceeds the sequence length"))
         else:
             changes.append(_change(name, before, cluster, best(data, machines), machines))
     progress("what-if searches", total - 2, total)

@@ -25,7 +25,7 @@ from disttrain_cli.planning.options import Rows
 from disttrain_cli.planning.predict import batches
 from disttrain_cli.planning.search import search
 from disttrain_cli.planning.solve import ranked_as, solve_for
-from disttrain_cli.planning.splitting import timed
+from disttrain_cli.planning.split_backward import timed
 from disttrain_cli.planning.units import Cluster, Unit, groupings, sharing
 from disttrain_cli.spec.plan import Layout, Plan
 from disttrain_cli.spec.profile import Profile
@@ -108,10 +108,10 @@ def _without(plan: Plan, other_s: float | None) -> str:
 
 def _with(plan: Plan, other_s: float | None) -> str:
     if other_s is None:
-        return "no layout that does fits"
+        return "no layout with CP fits"
     faster = other_s < plan.predicted.iteration_s
-    doubt = f", less than exchanges are priced to ({100 * CP_GAIN:g} %)" if faster else ""
-    return f"the best layout found that does takes {_longer(plan, other_s)}{doubt}"
+    doubt = f"; below the accuracy of CP costs ({100 * CP_GAIN:g} %)" if faster else ""
+    return f"the best layout found with it takes {_longer(plan, other_s)}{doubt}"
 
 
 def _longer(plan: Plan, other_s: float) -> str:

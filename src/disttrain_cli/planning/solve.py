@@ -33,13 +33,13 @@ from disttrain_cli.planning.finalists import (
 )
 from disttrain_cli.planning.infeasible import infeasible
 from disttrain_cli.planning.interleaved import with_chunks
-from disttrain_cli.planning.layouts import as_found, layout_of, layout_with
+from disttrain_cli.planning.layouts import baseline_layout, layout_of, layout_with
 from disttrain_cli.planning.options import Rows
 from disttrain_cli.planning.predict import predict, simulated_s
 from disttrain_cli.planning.ranges import TIE, compared
 from disttrain_cli.planning.search import Candidate, SearchResult, search
 from disttrain_cli.planning.sharded import sharded
-from disttrain_cli.planning.splitting import timed, whole
+from disttrain_cli.planning.split_backward import timed, whole
 from disttrain_cli.planning.units import Cluster, Unit, groupings, units_of
 from disttrain_cli.spec.files import fingerprint
 from disttrain_cli.spec.plan import (
@@ -130,7 +130,7 @@ def solve(
     """Return a strategy's best plan with prediction, baselines, and the `top` next best layouts.
 
     Strategies differ in their possible units (`units.groupings`) and in their overlap: `auto` and
-    `disaggregated` have split backwards (`splitting`), reductions and gathers overlapped with
+    `disaggregated` have split backwards (`split_backward`), reductions and gathers overlapped with
     passes (`costs.overlap`) and a TP group's messages overlapped with GEMMs (`Unit.overlaps`),
     `megatron` the last two and, as a baseline, virtual stages (`interleaved`). All of them are
     ranked and predicted under the ordering of training.
@@ -470,7 +470,9 @@ def _simplest(profile: Profile, cluster: Cluster, draws: Draws, ranked: list[Ran
 
 def _as_ours(profile: Profile, cluster: Cluster, layouts: list[Layout]) -> list[Layout]:
     """Return layouts of other strategies as `auto` runs them, as far as they fit."""
-    ours = [as_found(layout, units_of(profile, cluster, layout), "auto") for layout in layouts]
+    ours = [
+        baseline_layout(layout, units_of(profile, cluster, layout), "auto") for layout in layouts
+    ]
     return [layout for layout in ours if fits(profile, layout, cluster.memory_gib)]
 
 
@@ -504,12 +506,12 @@ def best_by_formula(units: list[Unit], cluster: Cluster, top: int, limits: Limit
         units,
         replace(cluster, gpus=cluster.gpus - limits.fewer),
         top,
-        keep=None if limits.any_llm else keep_within(units, limits),
+        keep=None if limits.any_llm else within_limits(units, limits),
         within_ms=limits.within_ms,
     )
 
 
-def keep_within(units: list[Unit], limits: Limits) -> Keep:
+def within_limits(units: list[Unit], limits: Limits) -> Keep:
     """Return a filter for replicas, TP and CP degrees of the LLM's unit."""
 
     def keep(number: int, _: int, rows: Rows) -> NDArray[np.bool_]:
@@ -526,7 +528,7 @@ def keep_within(units: list[Unit], limits: Limits) -> Keep:
 
 def fewer_replicas(units: list[Unit], most: int) -> Keep:
     """Return a filter for at most `most` ranks with the same weights in the LLM's unit."""
-    return keep_within(units, Limits(math.inf, most))
+    return within_limits(units, Limits(math.inf, most))
 
 
 def _described(layout: Layout) -> str:

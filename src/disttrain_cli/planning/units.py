@@ -15,8 +15,8 @@ from disttrain_cli.calls import call
 from disttrain_cli.costs.activations import kept_share, working_share
 from disttrain_cli.costs.context import fits_nodes, misfit, most_cp
 from disttrain_cli.costs.freezing import backwards
+from disttrain_cli.costs.memoised import memoised as known_by_profile
 from disttrain_cli.costs.memory import GIB, state_bytes
-from disttrain_cli.costs.remembering import remembered as known_by_profile
 from disttrain_cli.costs.replicated import dealt_ms
 from disttrain_cli.costs.stage import overlap_helps, tp_degrees, unit_times
 from disttrain_cli.errors import InfeasibleError
@@ -54,7 +54,7 @@ class Cluster:
     most_cp: int | None = None  # largest CP degree; None = any
     over_nodes: bool = True  # CP groups may span several nodes
     cp_comm_types: tuple[CpCommType, ...] = ("a2a", "all_gather")  # allowed for CP groups
-    splits: bool = False  # split backward (`planning.splitting`)
+    splits: bool = False  # split backward (`planning.split_backward`)
     overlaps: bool = False  # reductions and gathers overlapped with passes (`costs.overlap`)
     hides: bool = False  # a TP group's messages overlapped with GEMMs, if that is faster
     climbs: bool = True  # hill climb from the best layouts (`planning.climb`)
@@ -297,7 +297,7 @@ class Unit:
 
     @cached_property
     def answers(self) -> dict[Hashable, Any]:
-        """Cached results of functions decorated with `remembered`."""
+        """Cached results of functions decorated with `memoised`."""
         return {}
 
     @cached_property
@@ -438,7 +438,7 @@ def _kinds(
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def remembered(function: Function) -> Function:
+def memoised(function: Function) -> Function:
     """Cache a pure function of a unit and numbers on the unit, for repeated searches."""
 
     @wraps(function)

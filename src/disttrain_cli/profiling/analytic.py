@@ -45,7 +45,7 @@ from disttrain_cli.profiling.assemble import Series, Setting, known_parts, modul
 from disttrain_cli.profiling.dataset import read_dataset
 from disttrain_cli.profiling.fitting import Floats
 from disttrain_cli.profiling.footprints import running
-from disttrain_cli.profiling.hiding import hidden
+from disttrain_cli.profiling.tp_overlap import overlap_savings
 from disttrain_cli.profiling.trial import first_of_kinds
 from disttrain_cli.profiling.versions import library_versions
 from disttrain_cli.spec.inputs import ModelInputs
@@ -87,7 +87,7 @@ def analytic_profile(run: Run, name: str, progress: Progress = silent) -> Profil
     }
     modules = {}
     for module, tps in degrees.items():
-        progress(f"record what {module} holds and sends", 0, 0)
+        progress(f"record the memory and messages of {module}", 0, 0)
         kind = file.model.modules[module].kind
         shards = {tp: _shards(run, table, module, tp=tp) for tp in tps}
         series: dict[bool, dict[int, Series]] = {False: {}, True: {}}
@@ -99,8 +99,8 @@ def analytic_profile(run: Run, name: str, progress: Progress = silent) -> Profil
         kinds = {
             tp: {layer.kind: layer for layer in layers.values()} for tp, layers in shards.items()
         }
-        progress(f"count what {module} hides of its messages", 0, 0)
-        hides = hidden(run, module, tps, device, precision, links.of(True))
+        progress(f"count the overlapped messages of {module}", 0, 0)
+        hides = overlap_savings(run, module, tps, device, precision, links.of(True))
         known = known_parts(kinds, flops[module], running(run, module, tps), hides)
         modules[module] = module_profile(module, kind, setting, known, series[False], series[True])
     return Profile(

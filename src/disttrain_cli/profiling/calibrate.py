@@ -20,7 +20,7 @@ from disttrain_cli.data.sizes import sizes_of_sample
 from disttrain_cli.errors import DataError, MismatchError
 from disttrain_cli.profiling.layer_factors import Corrected, correct_layers
 from disttrain_cli.profiling.link_factors import Measure, correct_links, correct_optimizer
-from disttrain_cli.profiling.seen_data import seen_data, with_data
+from disttrain_cli.profiling.recorded_data import recorded_data, with_data
 from disttrain_cli.spec.files import Strict
 from disttrain_cli.spec.profile import Polynomial, Profile
 from disttrain_cli.spec.runfile import Run
@@ -72,13 +72,13 @@ def calibrate(paths: list[Path], run: Run) -> Calibration:
     profile, layers = correct_layers(database, job)
     if not layers:
         raise DataError(
-            f"There is nothing to calibrate with in {paths[0]}",
+            f"No complete steps to calibrate with in {paths[0]}",
             "no step after the first ones is complete",
             RECORD,
         )
     profile, links = correct_links(database, job, profile)
     profile, optimizer = correct_optimizer(database, job, profile)
-    sample, drifts = seen_data(database, profile)
+    sample, drifts = recorded_data(database, profile)
     changes = [*map(_of_layers, layers), *map(_of_measure, [*links, *optimizer])]
     if sample is not None:
         before = profile.data.images_per_sequence.mean
@@ -107,7 +107,7 @@ def _job(database: Database, paths: list[Path], run: Run) -> Job:
     """Return the job, or raise if its profile cannot be corrected."""
     if database.job is None or not database.stages:
         raise DataError(
-            f"The trace in {paths[0]} does not say what was run",
+            f"The trace in {paths[0]} does not describe its run",
             "; ".join(database.warnings) or "its job.json describes no stages",
             RECORD,
         )

@@ -24,9 +24,8 @@ from disttrain_cli.profiling.budget import Meter
 from disttrain_cli.profiling.dataset import Dataset, read_dataset
 from disttrain_cli.profiling.device import choose_kind, cpu_name, describe_device, local_processes
 from disttrain_cli.profiling.footprints import running
-from disttrain_cli.profiling.hiding import hidden
-from disttrain_cli.profiling.kept import kept_path, record_name, save
 from disttrain_cli.profiling.processes import Measured, Request, measure_in_processes
+from disttrain_cli.profiling.records import record_name, records_path, save
 from disttrain_cli.profiling.sizes import (
     draw_sizes,
     needed_draws,
@@ -35,6 +34,7 @@ from disttrain_cli.profiling.sizes import (
     spread,
     with_work,
 )
+from disttrain_cli.profiling.tp_overlap import overlap_savings
 from disttrain_cli.profiling.trial import first_of_kinds
 from disttrain_cli.profiling.versions import library_versions
 from disttrain_cli.profiling.worker import Variant
@@ -63,7 +63,7 @@ def measure(
     "auto", "cpu", "cuda" or "analytic:NAME"; "auto" takes the run file's choice (`cluster.device`),
     and if that is "auto" too, CUDA where available. An analytic device is not measured but computed
     (`analytic.py`). Layers measured by an interrupted profile, or by one of a cluster of another
-    size, are reused (`kept.py`). Measuring ends when `meter` reaches the budget (`budget.py`);
+    size, are reused (`records.py`). Measuring ends when `meter` reaches the budget (`budget.py`);
     sizes that were not measured by then are interpolated.
 
     Raises:
@@ -94,7 +94,7 @@ def measure(
     described = describe_device(file.cluster, kind, file.train.precision)
     progress("count FLOPs", 0, 0)
     flops = count_flops(run)
-    progress("record what layers hold and send", 0, 0)
+    progress("record the memory and messages of layers", 0, 0)
     degrees = {name: tp_degrees(run, name, file.cluster.gpus_per_node) for name in file.model.order}
     held = {name: running(run, name, tps) for name, tps in degrees.items()}
     request = _request(run, kind, processes, inputs, data, described, degrees, flops)
@@ -115,7 +115,7 @@ def measure(
             {tp: _series(run, inputs, request, measured, name, still, sharing, tp=tp) for tp in tps}
             for still in (False, True)
         )
-        hides = hidden_on(described, file.train.precision, run, name, tps, setting.links)
+        hides = overlap_savings_on(described, file.train.precision, run, name, tps, setting.links)
         modules[name] = module_profile(
             name,
             file.model.modules[name].kind,
@@ -152,7 +152,7 @@ def measure(
     )
     # another profile of the same cluster goes on with the TP sizes that the budget left out
     completed_for = None if measuring.not_measured else file.cluster.figures()
-    save(kept_path(run), request.key, measured.records, completed_for)
+    save(records_path(run), request.key, measured.records, completed_for)
     return profile
 
 
@@ -300,7 +300,7 @@ def _shards(run: Run, module: str, tps: list[int]) -> dict[int, dict[str, Pipeli
     }
 
 
-def hidden_on(
+def overlap_savings_on(
     device: DeviceProfile,
     precision: Precision,
     run: Run,
@@ -316,7 +316,7 @@ def hidden_on(
     if device.kind != "cuda":
         return {}
     try:
-        return hidden(run, module, tps, lookup(device.name), precision, links)
+        return overlap_savings(run, module, tps, lookup(device.name), precision, links)
     except SpecError:
         return {}
 

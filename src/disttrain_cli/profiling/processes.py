@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from disttrain_cli.profiling.budget import CPU_S, CUDA_S, Meter
-from disttrain_cli.profiling.kept import Records, kept_path, load, record_name, save
+from disttrain_cli.profiling.records import Records, load, record_name, records_path, save
 from disttrain_cli.profiling.worker import Variant
 from disttrain_cli.runtime.launching.launch import launch
 from disttrain_cli.spec.profile import LinkProfile
@@ -72,12 +72,12 @@ def measure_in_processes(run: Run, request: Request, meter: Meter, progress: Pro
         RankFailedError: a process failed or the time ran out.
         SpecError: the run's folder cannot be written.
     """
-    path = kept_path(run)
+    path = records_path(run)
     earlier = load(path, request.key, run.file.cluster.figures())
     records = {name: record for name, record in earlier.items() if name in request.names}
     continued = len(records)
     limit_s, clock = (CPU_S, " of CPU") if request.kind == "cpu" else (CUDA_S, "")
-    taken_over = f", {continued} sizes taken over from an earlier profile" if continued else ""
+    taken_over = f", {continued} sizes reused from an earlier profile" if continued else ""
     progress(f"measure for at most {limit_s:.0f} s{clock} in all{taken_over}", 0, 0)
     what = f"measure links and layers, {request.processes} at once, seconds{clock}"
     with tempfile.TemporaryDirectory(prefix="disttrain-profile-") as folder:

@@ -32,9 +32,9 @@ from disttrain_cli.models import flash4
 from disttrain_cli.models.graph import layer_table
 from disttrain_cli.profiling.budget import Budget, Rate, cpu_budget_s
 from disttrain_cli.profiling.compute import Slowdown, Stopwatch
-from disttrain_cli.profiling.kept import Record, Records, record_name
 from disttrain_cli.profiling.links import measure_links
 from disttrain_cli.profiling.optimizer import step_ns_per_parameter
+from disttrain_cli.profiling.records import Record, Records, record_name
 from disttrain_cli.profiling.sustained import load_of
 from disttrain_cli.profiling.trial import Bench
 from disttrain_cli.runtime.launching.devices import rank_device

@@ -58,7 +58,7 @@ def simulate_shared(pipeline: Pipeline, cores: int, shared_by: int) -> Timeline:
                 starts[what][slot][stage][replica] = now
             elif ready < np.inf:
                 arrivals.append(ready)
-        assert running or arrivals, "the schedule waits for itself"
+        assert running or arrivals, "the schedule deadlocks"
         rate = speed(len(running), cores, shared_by) if running else 1.0
         least = min(running.values(), default=np.inf)
         elapsed = min(least / rate, min(arrivals, default=np.inf) - now)

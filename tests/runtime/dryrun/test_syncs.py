@@ -272,15 +272,21 @@ def slot(path: str, bf16: bool, recompute: bool) -> list[list[Any]]:
     return [[*key, count] for key, count in waits.counts.items()]
 
 
+def slots(cases: list[list[Any]]) -> list[list[list[Any]]]:
+    """The same of several runs, in one process."""
+    return [slot(*case) for case in cases]
+
+
+QUICK = "qwen's, qwen3, flow"
+
+
 @pytest.mark.parametrize(
-    "name",
-    [
-        name if name.startswith("qwen's") else pytest.param(name, marks=pytest.mark.slow)
-        for name in RUNS
-    ],
+    "names",
+    [[QUICK], pytest.param([name for name in RUNS if name != QUICK], marks=pytest.mark.slow)],
+    ids=["one model", "all others"],
 )
-def test_a_slot_waits_nowhere(tmp_path: Path, name: str) -> None:
-    path = str(write(tmp_path, name))
-    assert on_fake_cuda(slot, path, True, False) == []
-    if name.startswith("vit"):
-        assert on_fake_cuda(slot, path, False, True) == []
+def test_a_slot_waits_nowhere(tmp_path: Path, names: list[str]) -> None:
+    cases = [(name, True, False) for name in names]
+    cases += [(name, False, True) for name in names if name.startswith("vit")]
+    found = on_fake_cuda(slots, [[str(write(tmp_path, name)), *how] for name, *how in cases])
+    assert dict(zip(cases, found, strict=True)) == {case: [] for case in cases}

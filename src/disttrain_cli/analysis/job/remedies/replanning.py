@@ -59,7 +59,7 @@ def replan(record: Record, why: Explained, gpus: int | None = None) -> Replanned
     from disttrain_cli.planning.finalists import grouping, one_batch_s
     from disttrain_cli.planning.search import search
     from disttrain_cli.planning.solve import fewer_replicas, layout_of, ranked_as
-    from disttrain_cli.planning.splitting import timed
+    from disttrain_cli.planning.split_backward import timed
     from disttrain_cli.planning.units import groupings, units_of
 
     profile, cluster = corrected(record, why), ranked_as(cluster_of(job))

@@ -4,7 +4,7 @@ stays the same."""
 import pytest
 
 from disttrain_cli.api.presets import preset_text
-from disttrain_cli.profiling.seen_data import with_data
+from disttrain_cli.profiling.recorded_data import with_data
 from disttrain_cli.spec.runfile import read_run
 from disttrain_cli.spec.whole import write_whole
 from tests.commands.conftest import make_profile

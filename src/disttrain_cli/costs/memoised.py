@@ -26,7 +26,7 @@ class _Same:
         return isinstance(other, _Same) and other.profile is self.profile
 
 
-def remembered(function: Function) -> Function:
+def memoised(function: Function) -> Function:
     """Cache a pure function of a profile and further arguments, including sequences.
 
     Results must not be mutated.

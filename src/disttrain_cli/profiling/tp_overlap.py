@@ -35,7 +35,7 @@ Duration = Callable[[Sequence[Event]], float]
 Passes = dict[HidingPass, list[list[Event]]]
 
 
-def hidden(
+def overlap_savings(
     run: Run,
     module: str,
     tps: Sequence[int],

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from disttrain_cli.profiling.kept import Record, load, record_name, save
+from disttrain_cli.profiling.records import Record, load, record_name, save
 
 CLUSTER = {"nodes": 1, "gpus_per_node": 8}
 

@@ -31,7 +31,7 @@ def record_name(module: str, frozen: bool, draw: int, *, tp: int) -> str:
     return f"{module}/tp{tp}/{'frozen' if frozen else 'trained'}/{draw}"
 
 
-def kept_path(run: Run) -> Path:
+def records_path(run: Run) -> Path:
     """Return the path of the file next to the profile."""
     return run.dir.root / "profile.layers.json"
 

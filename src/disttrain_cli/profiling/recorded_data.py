@@ -26,7 +26,7 @@ LEAST_SEQUENCES = 64
 LAST = "SELECT * FROM sizes WHERE step > (SELECT max(step) FROM sizes) - $steps ORDER BY step"
 
 
-def seen_data(database: Database, profile: Profile) -> tuple[SizeSample | None, list[Drift]]:
+def recorded_data(database: Database, profile: Profile) -> tuple[SizeSample | None, list[Drift]]:
     """Return sizes of the sequences of the last steps, and the drifts that they show.
 
     The sizes are None where there are too few sequences.

@@ -18,8 +18,8 @@ from disttrain_cli.models.probe import probe_batch
 from disttrain_cli.models.timeline import Event
 from disttrain_cli.profiling.assemble import Hidden
 from disttrain_cli.profiling.footprints import probes_of
-from disttrain_cli.profiling.hiding import duration_ms, hidden, on_device, times_ms
-from disttrain_cli.profiling.measure import hidden_on
+from disttrain_cli.profiling.measure import overlap_savings_on
+from disttrain_cli.profiling.tp_overlap import duration_ms, on_device, overlap_savings, times_ms
 from disttrain_cli.spec.profile import DeviceProfile, HidingPass
 from disttrain_cli.spec.runfile import Run
 from disttrain_cli.spec.work import Work
@@ -120,7 +120,7 @@ def sent_ms(message: Message) -> float:
 
 
 def test_what_is_hidden_is_exact_for_whole_sequences(wide: Run) -> None:
-    for tp, kinds in hidden(wide, "llm", [1, 2, 4], *device(wide)).items():
+    for tp, kinds in overlap_savings(wide, "llm", [1, 2, 4], *device(wide)).items():
         assert kinds.keys() == {"block"}
         assert kinds["block"].keys() == PASSES
         probes = probes_of(wide, "llm", [tp])
@@ -142,8 +142,8 @@ def test_measured_profiles_hide_on_known_devices_only(wide: Run) -> None:
 
     def on(name: str, kind: str) -> dict[int, dict[str, Hidden]]:
         described = DeviceProfile(name=name, kind=kind, count=8, memory_gib=80, peak_tflops=312)
-        return hidden_on(described, "bf16", wide, "llm", [1, 2], links)
+        return overlap_savings_on(described, "bf16", wide, "llm", [1, 2], links)
 
     known = on("NVIDIA A800-SXM4-80GB", "cuda")
-    assert known == hidden(wide, "llm", [1, 2], *device(wide)) and known[2]["block"]
+    assert known == overlap_savings(wide, "llm", [1, 2], *device(wide)) and known[2]["block"]
     assert on("Some other GPU", "cuda") == on("A800", "cpu") == {}

@@ -11,7 +11,7 @@ import pytest
 from disttrain_cli.costs.memory import fits
 from disttrain_cli.planning.finalists import one_batch_s
 from disttrain_cli.planning.solve import cluster_of, ranking
-from disttrain_cli.planning.splitting import most_delays, timed, whole, with_delays
+from disttrain_cli.planning.split_backward import most_delays, timed, whole, with_delays
 from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.profile import Profile
 from tests.planning import synthetic
