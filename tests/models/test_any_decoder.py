@@ -5,6 +5,7 @@ import threading
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,7 +15,7 @@ from disttrain_cli.models.configs.decoders import published_class_of
 from disttrain_cli.models.decoder import makers
 from disttrain_cli.models.division import piece, shard_of
 from disttrain_cli.models.group import Group
-from disttrain_cli.models.layer import Batch
+from disttrain_cli.models.layer import Batch, Items
 from disttrain_cli.models.tensor_parallel import join, pieces, shard
 from disttrain_cli.spec.runfile.model import ModuleSpec
 from tests.models.any_decoder import (
@@ -162,3 +163,49 @@ def test_families_that_cannot_run_exactly_are_refused_with_the_reason(name):
     with pytest.raises(SpecError) as error:
         built(name)
     assert REFUSED[name] in str(error.value)
+
+
+def test_vision_tokens_of_an_image_see_each_other():
+    """Gemma 3: in all layers, with windows, too; equal to the library's whole model."""
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+    config, layers = built("gemma3_text")
+    vision = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "image_size": 28}
+    whole = Gemma3ForConditionalGeneration(
+        Gemma3Config(
+            text_config=config.to_dict() | {"_attn_implementation": None},
+            vision_config=vision | {"intermediate_size": 8, "patch_size": 14},
+            mm_tokens_per_image=4,
+            attn_implementation="eager",
+        )
+    ).eval()
+    weights = {
+        path: tensor.detach()
+        for layer in layers
+        for path, tensor in layer.to_published(dict(layer.named_parameters())).items()
+    }
+    head = weights.pop("lm_head.weight")
+    text = whole.model.language_model
+    text.load_state_dict({path.removeprefix("model."): one for path, one in weights.items()})
+    ids = torch.randint(3, 99, (20,), generator=torch.Generator().manual_seed(2))
+    at = np.array([2, 3, 4, 5, 6, 7, 10, 11, 14, 15, 16, 17, 18])  # 15: the next sample
+    lengths = [8, 7, 5]
+    kinds = torch.zeros(20, dtype=torch.int64)
+    kinds[at] = 1
+    expected = []
+    for part, kind in zip(ids.split(lengths), kinds.split(lengths), strict=True):
+        inputs = {"inputs_embeds": text.embed_tokens(part[None]), "token_type_ids": kind[None]}
+        made = whole.model(**inputs, attention_mask=torch.ones(1, len(part)), use_cache=False)
+        expected.append(made.last_hidden_state[0] @ head.T)
+    batch = Batch(
+        {"image": Items([], at=at)},
+        token_ids=ids[None],
+        positions=torch.cat([torch.arange(length) for length in lengths])[None],
+        sample_lengths=lengths,
+    )
+    state = {}
+    for layer in layers[:-1]:
+        state.update(layer(state, batch))
+    torch.testing.assert_close(
+        layers[-1].logits(state["hidden"]), torch.cat(expected), rtol=1e-4, atol=1e-5
+    )

@@ -19,11 +19,13 @@ from contextlib import nullcontext
 from functools import cache, partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from disttrain_cli.models.attention import Segments, segments_of
 from disttrain_cli.models.building import LayerMaker
+from disttrain_cli.models.configs.decoders import sees_vision
 from disttrain_cli.models.context_parallel import assembled, own_part
 from disttrain_cli.models.cross_entropy import cross_entropy
 from disttrain_cli.models.division import vocabulary
@@ -31,7 +33,7 @@ from disttrain_cli.models.fused import with_rows_added
 from disttrain_cli.models.layer import EMBEDS, LOSS_PREFIX, Batch, PipelineLayer, TensorSpec
 from disttrain_cli.models.levelling import runs_of
 from disttrain_cli.models.library_decoder import Store, library_decoder
-from disttrain_cli.models.library_frame import Arguments, Frame, Place, Tail
+from disttrain_cli.models.library_frame import Arguments, Frame, Place, Spans, Tail
 from disttrain_cli.models.parallel import across, embed, gather, once, scatter, share, split
 from disttrain_cli.models.recurrent import documents, restart
 
@@ -179,6 +181,10 @@ class Block(DecoderLayer):
             for one in self._stores
         )
         self.unsharded = bool(self._stored or self._stores)
+        sees = sees_vision(config)
+        self._sees_vision = sees if any(sees) else []
+        if self._sees_vision:
+            self.needs = ("layout", "rows")
         self.kind = self._library.kind(number)
         self.layer = self._library.layer(number)
         self._restarts = restart(self.layer)
@@ -186,7 +192,8 @@ class Block(DecoderLayer):
         self.constants = frozenset(
             path for path, parameter in self.named_parameters() if not parameter.requires_grad
         )
-        self.exchanged = self._library.heads(number)
+        heads = self._library.heads
+        self.exchanged = None if heads is None else heads[number]
         self.division, sharded = self._library.division(number)
         for path in sharded:
             self._wrap(path, self._sharded)
@@ -234,9 +241,15 @@ class Block(DecoderLayer):
             like = hidden_RD.new_zeros(()).expand(1, self._rows, hidden_RD.shape[-1])
             with torch.no_grad():
                 frame = self._frame(hidden_RD.device)
-                batch.cache[self.module] = frame.run(like, positions, segments=samples)[0]
-        calls: list[Arguments] = batch.cache[self.module]
-        return calls
+                calls = frame.run(like, positions, segments=samples)[0]
+            if self._sees_vision and (spans := _vision_spans(batch)):
+                calls = [
+                    call.within(spans) if sees else call
+                    for call, sees in zip(calls, self._sees_vision, strict=True)
+                ]
+            batch.cache[self.module] = calls
+        made: list[Arguments] = batch.cache[self.module]
+        return made
 
     def _sharded(self, path: str, forward: Callable[..., Any], rows: Tensor, *more: Any) -> Any:
         """Run a module whose linears are sharded over the TP group: local rows in and out."""
@@ -267,6 +280,16 @@ class Block(DecoderLayer):
     def completed(self, path: str, made: Tensor) -> Tensor:
         """Return a sharded module's partial sums, with other tensors added to them."""
         return made
+
+
+def _vision_spans(batch: Batch) -> Spans:
+    """Return the runs of consecutive vision tokens of one sample."""
+    rows = batch.of("image").at
+    if rows is None or not len(rows):
+        return ()
+    sample = np.searchsorted(np.cumsum(batch.sample_lengths), rows, "right")
+    cuts = np.flatnonzero((np.diff(rows) != 1) | (np.diff(sample) != 0)) + 1
+    return tuple((int(run[0]), int(run[-1]) + 1) for run in np.split(rows, cuts))
 
 
 class DeepBlock(Block):

@@ -71,6 +71,7 @@ class Items:
     # [R] int64, positions in M·L of their tokens, in order; in a CP group, indices among the rank's
     # local tokens, for the tokens there
     rows: Tensor | None = None
+    at: NDArray[np.int64] | None = None  # on the host: positions of all rows among all tokens
     shared: Shared | None = None  # set if a CP group shares the tokens, or rows and tokens differ
     shares: Tensor | None = None  # [R] float32, weight of each row in its token; None = 1
     seeds: Tensor | None = None  # [N] int64, from (seed, step, sample), equal on all ranks

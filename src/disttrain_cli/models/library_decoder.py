@@ -244,18 +244,16 @@ class LibraryDecoder:
         windows = [window if one else longest for one in limited]
         return windows if min(windows) < longest else []
 
-    def heads(self, number: int) -> tuple[int, int, int] | None:
-        """Return a layer's heads of queries, of keys and values, and their width.
+    @cached_property
+    def heads(self) -> list[tuple[int, int, int]] | None:
+        """Each layer's heads of queries, of keys and values, and their width.
 
-        None if its attention states none, as with latent keys and values.
+        None if a layer's rows depend on others in another way than by such heads: then no CP group
+        can share the rows of a sample (latent keys and values, recurrent mixers).
         """
-        for part in self.layers[number].modules():
-            width, groups = getattr(part, "head_dim", 0), getattr(part, "num_key_value_groups", 0)
-            keys: Any = getattr(part, "k_proj", None)
-            if isinstance(width, int) and isinstance(keys, nn.Linear) and width and groups:
-                each = keys.out_features // width
-                return each * groups, each, width
-        return None
+        known = [_heads(layer) for layer in self.layers if not recurrent.mixers(layer)]
+        whole = [one for one in known if one is not None]
+        return whole if len(whole) == len(self.layers) else None
 
     def mixers(self, number: int) -> list[str]:
         """Return the paths of a layer's token mixers: children whose rows depend on other rows."""
@@ -388,6 +386,16 @@ def _name_constants(part: nn.Module) -> None:
             delattr(part, name)
             part.register_parameter(name, nn.Parameter(buffer.to("meta"), requires_grad=False))
             part.__dict__.setdefault("constants", set()).add(name)
+
+
+def _heads(layer: nn.Module) -> tuple[int, int, int] | None:
+    for part in layer.modules():
+        width, groups = getattr(part, "head_dim", 0), getattr(part, "num_key_value_groups", 0)
+        keys: Any = getattr(part, "k_proj", None)
+        if isinstance(width, int) and isinstance(keys, nn.Linear) and width and groups:
+            each = keys.out_features // width
+            return each * groups, each, width
+    return None
 
 
 def _is_store(value: Any) -> bool:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from disttrain_cli.models import masks
-from disttrain_cli.models.attention import Segments
+from disttrain_cli.models.attention import Rule, Segments
 from disttrain_cli.models.configs.decoders import DYNAMIC
 from disttrain_cli.models.host import to_device
 
@@ -29,6 +29,8 @@ PER_LAYER, TOKEN_INPUTS = "hidden_size_per_layer_input", "get_per_layer_inputs"
 SLICING = "_maybe_slice_kv_shared_inputs"
 #: Position or name of a layer's argument.
 Place = int | str
+#: Runs of rows [start, stop).
+Spans = tuple[tuple[int, int], ...]
 
 
 class Arguments(NamedTuple):
@@ -36,6 +38,20 @@ class Arguments(NamedTuple):
 
     positional: tuple[Any, ...]
     keywords: dict[str, Any]
+
+    def within(self, spans: Spans) -> Arguments:
+        """Return the arguments with masks in which the rows of each span see each other."""
+
+        def spanned(value: Any) -> Any:
+            if not isinstance(value, Segments):
+                return value
+            rule = value.rule or Rule()
+            return value.under(rule._replace(spans=spans, window_hides_spans=True))
+
+        return Arguments(
+            tuple(map(spanned, self.positional)),
+            {name: spanned(value) for name, value in self.keywords.items()},
+        )
 
     def at(self, place: Place) -> Any:
         """Return the argument at a position or of a name."""

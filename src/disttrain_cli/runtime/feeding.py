@@ -257,13 +257,14 @@ def in_tokens(
     Token indices are among all tokens, or, with `own`, among the tokens of these runs.
     """
     if own is None and places.shares is None:
-        return {"rows": to_device(as_tensor(places.at), device)}
+        return {"rows": to_device(as_tensor(places.at), device), "at": places.at}
     starts, stops = np.array(own or [(0, np.iinfo(np.int64).max)]).T
     run = np.maximum(0, np.searchsorted(starts, places.at, "right") - 1)
     inside = (places.at >= starts[run]) & (places.at < stops[run])
     before = np.cumsum(stops - starts) - (stops - starts) - starts  # of the runs before
     fields = {
         "rows": to_device(as_tensor((places.at + before[run])[inside]), device),
+        "at": places.at,
         "shared": Shared(np.nonzero(inside)[0], len(places.at)),
     }
     if places.shares is not None and (places.shares[inside] != 1).any():

@@ -16,6 +16,8 @@ class Family(NamedTuple):
     published: str | None = None  # class with embedding and head, if not the library's own mapping
     mrope: bool = False
     norm: str = "norm"  # name of the final norm, if there is no pipeline plan
+    # types of layers in which the vision tokens of an image see each other
+    sees_vision: tuple[str, ...] = ()
 
 
 #: By `model_type`. The LLM of a whole vision-language model is published as the text-only LLM of
@@ -23,6 +25,9 @@ class Family(NamedTuple):
 FAMILIES = {
     "qwen2_5_vl_text": Family("transformers:Qwen2ForCausalLM", mrope=True),
     "qwen3_vl_text": Family("transformers:Qwen3ForCausalLM", mrope=True),
+    "gemma3_text": Family(sees_vision=("full_attention", "sliding_attention")),
+    "gemma4_text": Family(sees_vision=("sliding_attention",)),
+    "gemma4_unified_text": Family(sees_vision=("sliding_attention",)),
     "llama4_text": Family(),
     "olmoe": Family(),
     "granitemoe": Family(),
@@ -40,6 +45,17 @@ def parts_of(config: Any) -> tuple[str, str, str] | None:
         return plan[0], "layers", plan[-1]
     family = FAMILIES.get(config.model_type)
     return None if family is None else ("embed_tokens", "layers", family.norm)
+
+
+def sees_vision(config: Any) -> list[bool]:
+    """Return in which layers the vision tokens of an image see each other, before and after."""
+    family, count = FAMILIES.get(config.model_type), int(config.num_hidden_layers)
+    how = getattr(config, "use_bidirectional_attention", None)
+    if family is None or not family.sees_vision or how not in (True, False, None, "vision"):
+        return [False] * count
+    if config.model_type.startswith("gemma4") and how != "vision":
+        return [False] * count
+    return [kind in family.sees_vision for kind in config.layer_types]
 
 
 def plan_of(config: Any) -> dict[str, str] | None:
