@@ -350,9 +350,7 @@ class LibraryDecoder:
             store: entries of earlier layers, and where this layer stores its own.
         """
         positional, keywords = list(call.positional), dict(call.keywords)
-        accepted = inspect.signature(self.layers[number].forward).parameters
-        names = [name for name in accepted if name != "hidden_states"]
-        at = names.index(MASK) if MASK in names else len(names)
+        at = _position_of_mask(type(self.layers[number]))  # type: ignore[arg-type]
         given = positional[at] if at < len(positional) else keywords.get(MASK)
         if not isinstance(given, Segments):
             given = segments
@@ -386,6 +384,13 @@ def _name_constants(part: nn.Module) -> None:
             delattr(part, name)
             part.register_parameter(name, nn.Parameter(buffer.to("meta"), requires_grad=False))
             part.__dict__.setdefault("constants", set()).add(name)
+
+
+@cache
+def _position_of_mask(layer: Any) -> int:
+    """Return the position of the mask among a layer's arguments after its hidden states."""
+    names = [name for name in inspect.signature(layer.forward).parameters if name != "self"]
+    return names.index(MASK) - 1 if MASK in names else len(names)
 
 
 def _heads(layer: nn.Module) -> tuple[int, int, int] | None:
