@@ -148,7 +148,7 @@ def model_of(family: str) -> Any:
         del sizes["head_dim"]
     torch.manual_seed(0)
     config = kind(**{**sizes, **FAMILIES[family][1]})
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+    model = AutoModelForCausalLM.from_config(config).eval()
     for name, parameter in model.named_parameters():
         if parameter.ndim > 1 or name.endswith("A_log"):  # slow decays: more to leak, less rounding
             nn.init.normal_(parameter, std=0.1)
@@ -200,7 +200,9 @@ def test_packed_documents_equal_documents_one_at_a_time(family, monkeypatch):
     for name, parameter in model.named_parameters():
         assert (parameter.grad is None) == (gradients[name] is None), name
         if parameter.grad is not None:
-            same(parameter.grad, gradients[name], name)
+            # sums of terms that cancel: the attention's rounding shows in them
+            cancels = name.endswith(("A_log", "dt_bias"))
+            same(parameter.grad, gradients[name], name, 2e-5 if cancels else 1e-5)
 
 
 def mixer_of(family: str) -> tuple[nn.Module, str]:

@@ -86,3 +86,12 @@ def test_the_flops_of_segments_are_those_of_their_attention(heads):
     given = (made, query, key, value, made, None, starts)
     assert torch_versions._varlen_flops(*given[1:4], starts) == 2 * products
     assert torch_versions._varlen_backward_flops(*given) == 5 * products
+
+
+def test_gradients_of_a_grouped_convolution_cost_what_its_forward_does():
+    convolution = torch.nn.Conv1d(8, 8, 4, groups=8)
+    with FlopCounterMode(display=False) as forward:
+        made = convolution(torch.ones(2, 8, 9, requires_grad=True))
+    with FlopCounterMode(display=False) as backward:
+        made.sum().backward()
+    assert backward.get_total_flops() == 2 * forward.get_total_flops()

@@ -8,6 +8,7 @@ documents of the rows that run inside it, without which a converted mixer does n
 - A mixer whose kernels take the borders of documents (`flash-linear-attention`, `causal-conv1d`,
   `mamba-ssm`) runs once over all rows. Neither packages nor signatures show that they reach every
   kernel: each class is tried on two short documents, once per device and dtype (`_borders`).
+  On meta and fake devices the delta rule counts as these kernels (`delta_rule`).
 - Any other runs once for each length of documents, over all documents of that length.
 
 A mixer is a module that takes a cache, as it could not generate otherwise, and does not attend:
@@ -59,7 +60,8 @@ def restart(layer: nn.Module) -> list[str]:
     """Make a layer's recurrent mixers restart at every document, in place; return their paths."""
     found = mixers(layer)
     for mixer in found.values():
-        mixer.__class__ = _restarting(type(mixer))  # type: ignore[arg-type]
+        kind: Any = type(mixer)
+        mixer.__class__ = _restarting(kind)
     return list(found)
 
 
