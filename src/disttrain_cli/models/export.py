@@ -68,7 +68,7 @@ def write_model(
     total = _write_weights(
         folder, stem, [_Part(layer, read, saved) for layer in layers], dtype, most_bytes
     )
-    return Written(folder.name, import_path(published_class(architecture)), total)
+    return Written(folder.name, import_path(type(model)), total)
 
 
 def write_whole(

@@ -22,12 +22,14 @@ def with_own_attention(layer: nn.Module) -> nn.Module:
     )
     from diffusers.models.transformers.transformer_flux import FluxAttention, FluxAttnProcessor
     from diffusers.models.transformers.transformer_lumina2 import Lumina2AttnProcessor2_0
+    from diffusers.models.transformers.transformer_qwenimage import QwenDoubleStreamAttnProcessor2_0
 
     ours = {
         AttnProcessor2_0: _Processor,
         JointAttnProcessor2_0: _JointProcessor,
         FluxAttnProcessor: _TurningProcessor,
         Lumina2AttnProcessor2_0: _TurningProcessor,
+        QwenDoubleStreamAttnProcessor2_0: _TurningProcessor,
     }
     for part in layer.modules():
         if isinstance(part, (Attention, FluxAttention)):
@@ -98,7 +100,7 @@ class _JointProcessor:
 
 
 class _TurningProcessor:
-    """Replacement of diffusers' FluxAttnProcessor and Lumina2AttnProcessor2_0.
+    """Replacement of diffusers' processors of Flux, Lumina 2 and Qwen-Image.
 
     As `_JointProcessor`, but the others come first, and queries and keys are rotated by position.
     """
@@ -110,10 +112,12 @@ class _TurningProcessor:
         encoder_hidden_states: Tensor | None = None,
         attention_mask: None = None,
         image_rotary_emb: tuple[Tensor, Tensor] | None = None,
+        encoder_hidden_states_mask: None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         from diffusers.models.embeddings import apply_rotary_emb
 
-        assert attention_mask is None and image_rotary_emb is not None
+        assert attention_mask is None and encoder_hidden_states_mask is None
+        assert image_rotary_emb is not None
         a, rows = attention, _own_heads(attention, hidden)
         others = None if a.added_kv_proj_dim is None else encoder_hidden_states
         if others is not None:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from disttrain_cli.errors import SpecError
 from disttrain_cli.models.architectures import ARCHITECTURES
+from disttrain_cli.models.configs.vaes import CLASS, VAES
 from disttrain_cli.spec.families.table import FAMILIES
 from disttrain_cli.spec.files import parse_json
 from disttrain_cli.spec.hub import fetch_weights
@@ -33,7 +34,6 @@ _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.bin.index.json")
 
 POINTER = b"version https://git-lfs"  # first bytes of a pointer file
 
-_VAE = "diffusers:AutoencoderKL"
 # Renamed attention parameters of autoencoders saved by diffusers before 0.16.
 _OLD_VAE = {
     ".query.": ".to_q.",
@@ -163,9 +163,12 @@ class Weights:
 
 @cache
 def published_class(architecture: str) -> Any:
-    """Return the library class that saves and loads an architecture or a whole model."""
-    if architecture == "vae":
-        path = _VAE
+    """Return the library class that saves and loads an architecture, a whole model or a VAE.
+
+    VAEs are named by their class.
+    """
+    if architecture in VAES:
+        path = f"diffusers:{architecture}"
     elif architecture in FAMILIES:
         path = FAMILIES[architecture].published
     else:
@@ -177,9 +180,9 @@ def published_class(architecture: str) -> Any:
 def on_meta(architecture: str, config: Any) -> Any:
     """Return a published model without memory for its weights.
 
-    diffusers' classes take a dict of arguments.
+    diffusers' classes take a dict of arguments, which of a "vae" names its class.
     """
-    made = published_class(architecture)
+    made = published_class(config[CLASS] if architecture == "vae" else architecture)
     with torch.device("meta"):
         if isinstance(config, dict):
             return made(**config)
