@@ -16,7 +16,7 @@ BUCKETED = {
     "flux": None,
     "lumina2": "axes_lens",
     "qwen_image": None,
-    **{name: "axes_lens" if name == "z_image" else None for name in FAMILIES if name != "sana"},
+    **{name: "axes_lens" if name == "z_image" else None for name in FAMILIES},
 }
 
 

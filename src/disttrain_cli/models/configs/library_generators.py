@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from disttrain_cli.models.configs.checks import wrong, wrong_field
+from disttrain_cli.models.configs.checks import refuse_dropout, wrong, wrong_field
 from disttrain_cli.spec.runfile.model import ModuleSpec
 
 #: How latents [N, C, H, W] are passed: as they are; with one frame, [N, C, 1, H, W]; as a list of
@@ -107,7 +107,7 @@ FAMILIES = {
 }
 
 #: Fields that ask for inputs that nobody supplies: a picture to start from, second text encoders,
-#: a second time.
+#: a second time, the size of the images before they are cut; or for positions of one size alone.
 _UNFED = (
     "image_dim",
     "added_kv_proj_dim",
@@ -116,6 +116,8 @@ _UNFED = (
     "text_embed_2_dim",
     "use_meanflow",
     "inject_sample_info",
+    "resolution_embeds",
+    "interpolation_scale",
 )
 
 
@@ -136,6 +138,7 @@ def check_library_generator(
     for field in (*_UNFED, *(() if family.guided else ("guidance_embeds",))):
         if config.get(field):
             raise wrong(name, field, config[field], "nothing: this version does not feed it")
+    refuse_dropout(name, "dropout", config.get("dropout"))
     if not isinstance(config[family.width], int) or config[family.width] < 1:
         raise wrong(name, family.width, config[family.width], "1 or more")
     own = config.get("patch_size", 1)

@@ -1,0 +1,328 @@
+"""Qwen-Image as layers, and diffusers' transformers that run whole, against their own forward as
+their pipelines call it; their VAEs; what is refused."""
+
+import numpy as np
+import pytest
+import torch
+
+from disttrain_cli.errors import SpecError
+from disttrain_cli.models.architectures import read_configs
+from disttrain_cli.models.configs.library_generators import FAMILIES
+from disttrain_cli.models.flops import count_flops
+from disttrain_cli.models.graph import build_layers, describe, layer_table
+from disttrain_cli.models.noise import Noise
+from disttrain_cli.models.posterior import draw
+from disttrain_cli.models.probe import entry_state, probe_batch
+from disttrain_cli.models.published import on_meta
+from disttrain_cli.models.sampling import generate
+from disttrain_cli.models.vae import decoder_maker
+from tests.batches import changed
+
+NAME = "image_generator"
+TEXT, K, N = 20, 5, 3
+DUAL = {
+    "num_layers": 2,
+    "num_attention_heads": 2,
+    "attention_head_dim": 16,
+    "joint_attention_dim": TEXT,
+    "axes_dims_rope": [4, 6, 6],
+}
+WAN = {
+    "num_layers": 2,
+    "num_attention_heads": 2,
+    "attention_head_dim": 12,
+    "in_channels": 4,
+    "out_channels": 4,
+    "text_dim": TEXT,
+    "freq_dim": 8,
+    "ffn_dim": 32,
+}
+#: Means and deviations of four channels.
+SCALED = {"latents_mean": [0.1, -0.2, 0.3, 0.0], "latents_std": [1.5, 0.5, 2.0, 1.0]}
+VIDEO_VAE = {"base_dim": 8, "z_dim": 4, "dim_mult": [1, 2], "num_res_blocks": 1} | SCALED
+VAES = {
+    "kl": {
+        "block_out_channels": [8, 16],
+        "layers_per_block": 1,
+        "norm_num_groups": 4,
+        "latent_channels": 4,
+        "down_block_types": ["DownEncoderBlock2D"] * 2,
+        "up_block_types": ["UpDecoderBlock2D"] * 2,
+        "scaling_factor": 0.4,
+        "shift_factor": 0.1,
+    },
+    "flux2": {
+        "_class_name": "AutoencoderKLFlux2",
+        "block_out_channels": [8, 16],
+        "layers_per_block": 1,
+        "norm_num_groups": 4,
+        "latent_channels": 4,
+        "down_block_types": ["DownEncoderBlock2D"] * 2,
+        "up_block_types": ["UpDecoderBlock2D"] * 2,
+    },
+    "qwen": {
+        "_class_name": "AutoencoderKLQwenImage",
+        "temperal_downsample": [True],
+        **VIDEO_VAE,
+    },
+    "wan": {
+        "_class_name": "AutoencoderKLWan",
+        "temperal_downsample": [True],
+        "scale_factor_spatial": 2,
+        **VIDEO_VAE,
+    },
+    "hunyuan": {
+        "_class_name": "AutoencoderKLHunyuanImage",
+        "in_channels": 3,
+        "out_channels": 3,
+        "latent_channels": 4,
+        "block_out_channels": [32, 32],
+        "layers_per_block": 1,
+        "spatial_compression_ratio": 2,
+        "sample_size": 16,
+        "scaling_factor": 0.75,
+    },
+    "dc": {
+        "_class_name": "AutoencoderDC",
+        "latent_channels": 4,
+        "attention_head_dim": 4,
+        "scaling_factor": 0.4,
+        **{
+            f"{half}_{field}": value
+            for half in ("encoder", "decoder")
+            for field, value in {
+                "block_types": ["ResBlock", "EfficientViTBlock"],
+                "block_out_channels": [8, 16],
+                "layers_per_block": [1, 1],
+                "qkv_multiscales": [[], []],
+            }.items()
+        },
+    },
+}
+FAMILY = {
+    "qwen_image": ("qwen", DUAL | {"in_channels": 16, "out_channels": 4}),
+    "flux2": (
+        "flux2",
+        DUAL
+        | {
+            "in_channels": 16,
+            "num_single_layers": 1,
+            "axes_dims_rope": [4, 4, 4, 4],
+            "timestep_guidance_channels": 8,
+        },
+    ),
+    "z_image": (
+        "kl",
+        {
+            "in_channels": 4,
+            "dim": 32,
+            "n_layers": 2,
+            "n_refiner_layers": 1,
+            "n_heads": 2,
+            "n_kv_heads": 2,
+            "cap_feat_dim": TEXT,
+            "axes_dims": [4, 6, 6],
+            "axes_lens": [64, 8, 8],
+        },
+    ),
+    "wan": ("wan", WAN),
+    "skyreels_v2": (None, WAN | {"in_channels": 3, "out_channels": 3}),
+    "chroma": (
+        "kl",
+        DUAL
+        | {
+            "in_channels": 16,
+            "num_single_layers": 1,
+            "approximator_num_channels": 8,
+            "approximator_hidden_dim": 16,
+            "approximator_layers": 1,
+        },
+    ),
+    "ovis_image": (None, DUAL | {"in_channels": 12, "out_channels": 12, "num_single_layers": 1}),
+    "longcat_image": (None, DUAL | {"in_channels": 12, "num_single_layers": 1}),
+    "hunyuan_image": (
+        "hunyuan",
+        {
+            "in_channels": 4,
+            "out_channels": 4,
+            "num_attention_heads": 2,
+            "attention_head_dim": 16,
+            "num_layers": 1,
+            "num_single_layers": 1,
+            "num_refiner_layers": 1,
+            "text_embed_dim": TEXT,
+            "rope_axes_dim": [8, 8],
+        },
+    ),
+    "sana": (
+        "dc",
+        {
+            "in_channels": 4,
+            "out_channels": 4,
+            "num_attention_heads": 2,
+            "attention_head_dim": 16,
+            "num_layers": 1,
+            "num_cross_attention_heads": 2,
+            "cross_attention_head_dim": 16,
+            "cross_attention_dim": 32,
+            "caption_channels": TEXT,
+            "timestep_scale": 0.001,
+        },
+    ),
+    "prx": (
+        None,
+        {
+            "in_channels": 3,
+            "context_in_dim": TEXT,
+            "hidden_size": 32,
+            "num_heads": 2,
+            "depth": 2,
+            "axes_dim": [8, 8],
+        },
+    ),
+}
+
+
+@pytest.fixture
+def made(make_run):
+    """A run with a generator of a family, and of it: inputs, layers, a batch, its entry's state."""
+
+    def make(family, targets=N, **spec):
+        run = make_run(image_generator={"config": {"block_out_channels": [16, 32]}})
+        plain = run.file.model_dump(mode="json", exclude_none=True)
+        vae, config = FAMILY[family]
+        spec = {"config": {}, **spec}
+        plain["model"]["modules"][NAME] = {
+            "kind": "generator",
+            "image_size": 16,
+            "context_tokens": K,
+            "architecture": family,
+            "noise": {"shift": 3.0},
+            **({"vae": VAES[vae]} if vae else {}),
+            **spec,
+            "config": config | spec["config"],
+        }
+        run = type(run)(path=run.path, file=type(run.file).model_validate(plain))
+        table, inputs = layer_table(run), describe(run)
+        start = next(i for i, info in enumerate(table) if info.module == NAME)
+        batch = probe_batch(inputs, target=targets)
+        if targets:
+            batch.of("target").weights[1:2] = 0.0
+        layers = build_layers(run, start, len(table))
+        torch.manual_seed(1)
+        with torch.no_grad():  # norms that are not all alike
+            for layer in layers:
+                for parameter in layer.parameters():
+                    if parameter.ndim == 1:
+                        parameter += 0.1 * torch.rand_like(parameter)
+        return run, inputs, layers, batch, entry_state(table, NAME, inputs, batch)
+
+    return make
+
+
+def through(layers, batch, state):
+    state = dict(state)
+    for layer in layers:
+        state.update(layer(state, batch))
+    return state
+
+
+def library_model(config, layers):
+    """diffusers' own model with the weights of some layers."""
+    weights = {}
+    for layer in layers:
+        if layer.weights_of == "module":
+            weights |= layer.to_published(dict(layer.named_parameters()))
+    model = type(on_meta(config.architecture, config.config))(**config.config).eval()
+    found = model.load_state_dict(weights, strict=False)
+    assert not found.missing_keys and not found.unexpected_keys
+    return model
+
+
+def as_its_pipeline(family, model, noisy, times, text):
+    """A prediction, by a call as in the family's pipeline of diffusers."""
+    from diffusers.pipelines.flux.pipeline_flux import FluxPipeline
+    from diffusers.pipelines.flux2.pipeline_flux2 import Flux2Pipeline
+    from diffusers.pipelines.longcat_image.pipeline_longcat_image import prepare_pos_ids
+
+    side = noisy.shape[2] // 2
+    packed = FluxPipeline._pack_latents(noisy, *noisy.shape)
+    known = {"timestep": times / 1000, "encoder_hidden_states": text, "return_dict": False}
+    if family == "qwen_image":
+        shapes = [[(1, side, side)]] * len(noisy)
+        out = model(hidden_states=packed, img_shapes=shapes, **known)[0]
+    elif family == "flux2":
+        ids = Flux2Pipeline._prepare_latent_ids(noisy)
+        out = model(
+            hidden_states=Flux2Pipeline._pack_latents(noisy),
+            img_ids=ids,
+            txt_ids=Flux2Pipeline._prepare_text_ids(text),
+            guidance=torch.full((len(noisy),), 3.5),
+            **known,
+        )[0]
+        return torch.stack([*Flux2Pipeline._unpack_latents_with_ids(out, ids)])
+    elif family == "z_image":
+        latents = list(noisy.unsqueeze(2).unbind(0))
+        out = model(latents, (1000 - times) / 1000, list(text), return_dict=False)[0]
+        return -torch.stack(out).squeeze(2)
+    elif family in ("wan", "skyreels_v2"):
+        return model(noisy.unsqueeze(2), **known | {"timestep": times})[0].squeeze(2)
+    elif family in ("chroma", "ovis_image", "longcat_image"):
+        places = FluxPipeline._prepare_latent_image_ids(0, side, side, "cpu", torch.float32)
+        numbers = torch.zeros(K, 3)
+        if family != "chroma":
+            numbers[:, 1:] = torch.arange(K)[:, None]
+        if family == "longcat_image":
+            places = prepare_pos_ids(1, "image", (512, 512), height=side, width=side)
+        out = model(hidden_states=packed, img_ids=places, txt_ids=numbers, **known)[0]
+    elif family == "hunyuan_image":
+        mask = torch.ones(len(noisy), K)
+        known |= {"timestep": times, "encoder_attention_mask": mask}
+        return model(noisy, **known)[0]
+    elif family == "sana":
+        return model(noisy, **known | {"timestep": times * model.config.timestep_scale})[0]
+    else:
+        return model(noisy, **known)[0]
+    return FluxPipeline._unpack_latents(out, 2 * side, 2 * side, 1)
+
+
+def of_library(family, run, layers, batch, state, model=None):
+    """The loss by diffusers' own model, from the same latents, noise and conditioning."""
+    config = read_configs(run)[NAME]
+    model = library_model(config, layers) if model is None else model
+    projector = next(layer for layer in layers if layer.kind == "projector")
+    text = projector(state, batch)["conditioning"].unflatten(0, (N, K))
+    canvas = layers[-1].canvas
+    clean = canvas.clean({"latents": layers[0](state, batch).get("latents")}, batch)
+    timesteps, noise = canvas.draw(batch)
+    noisy = config.noise.mix(clean, noise, timesteps)
+    out = as_its_pipeline(family, model, noisy, config.noise.times(timesteps), text)
+    errors = (out - (noise - clean)).square().mean((1, 2, 3))
+    return 2.0 * (errors[0] + errors[2]) / N
+
+
+def test_every_family_is_tried():
+    assert FAMILY.keys() == {"qwen_image", *FAMILIES}
+
+
+@pytest.mark.parametrize("family", FAMILY)
+def test_loss_and_gradients_equal_diffusers_own(made, family):
+    run, _, layers, batch, state = made(family)
+    assert [layer.kind for layer in layers if layer.weights_of == "module"][-1] in ("whole", "out")
+    state["context"].requires_grad_()
+    loss = through(layers, batch, state)["loss/image"]
+    model = library_model(read_configs(run)[NAME], layers)
+    expected = of_library(family, run, layers, batch, state, model)
+    print(family, abs(1 - loss.item() / expected.item()))
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
+    of_context = [torch.autograd.grad(one, state["context"], retain_graph=True)[0] for one in (loss, expected)]
+    torch.testing.assert_close(*of_context, rtol=1e-4, atol=1e-7)
+    loss.backward()
+    expected.backward()
+    theirs = {name: parameter.grad for name, parameter in model.named_parameters()}
+    for layer in layers:
+        for path, parameter in layer.named_parameters():
+            if layer.weights_of == "module" and (name := layer.published_name(path)):
+                given = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                other = torch.zeros_like(parameter) if theirs[name] is None else theirs[name]
+                torch.testing.assert_close(given, other, rtol=1e-3, atol=1e-6, msg=name)
