@@ -326,3 +326,74 @@ def test_loss_and_gradients_equal_diffusers_own(made, family):
                 given = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 other = torch.zeros_like(parameter) if theirs[name] is None else theirs[name]
                 torch.testing.assert_close(given, other, rtol=1e-3, atol=1e-6, msg=name)
+
+
+def _vae(config):
+    import diffusers
+
+    return getattr(diffusers, config["_class_name"])(**config).eval()
+
+
+@pytest.mark.parametrize("family", ["flux2", "qwen_image", "wan", "hunyuan_image", "sana"])
+def test_latents_and_images_equal_the_vaes_own(made, family):
+    """Latents as the family's pipelines scale them, and images of them again."""
+    from diffusers.pipelines.flux2.pipeline_flux2 import Flux2Pipeline
+
+    run, inputs, layers, batch, state = made(family)
+    config, encoder = read_configs(run)[NAME].vae, layers[0]
+    decoder = decoder_maker(NAME, config).build(0)
+    whole, pixels = _vae(config), batch.of("target").values[0][0]
+    for half in (encoder, decoder):
+        with torch.no_grad():
+            for path, parameter in half.named_parameters():
+                if path.endswith("running_var"):
+                    parameter.copy_(torch.rand_like(parameter) + 0.5)
+        whole.load_state_dict(half.to_published(dict(half.named_parameters())), strict=False)
+    if family == "flux2":
+        decoder.statistics.load_state_dict(encoder.statistics.state_dict())
+        whole.bn.load_state_dict(encoder.statistics.state_dict(), strict=False)
+    video = family in ("qwen_image", "wan")
+    with torch.no_grad():
+        encoded = whole.encode(pixels.unsqueeze(2) if video else pixels)
+    noise = draw(batch, layers[-1].canvas.shape, 0)
+    if family == "sana":
+        latents = encoded.latent
+    elif family == "flux2":
+        posterior, noise = encoded.latent_dist, Flux2Pipeline._unpatchify_latents(noise)
+        latents = Flux2Pipeline._patchify_latents(posterior.mean + posterior.std * noise)
+        mean, var = (one.view(1, -1, 1, 1) for one in (whole.bn.running_mean, whole.bn.running_var))
+        latents = (latents - mean) / (var + whole.config.batch_norm_eps).sqrt()
+    else:
+        posterior = encoded.latent_dist
+        latents = posterior.mean + posterior.std * (noise.unsqueeze(2) if video else noise)
+    if video:
+        mean, std = (torch.tensor(SCALED[name]).view(1, -1, 1, 1) for name in SCALED)
+        latents = (latents.squeeze(2) - mean) / std
+    elif family != "flux2":
+        latents = latents * config["scaling_factor"]
+    torch.testing.assert_close(encoder({}, batch)["latents"], latents, rtol=1e-4, atol=1e-5)
+    with torch.no_grad():
+        if video:
+            images = whole.decode((latents * std + mean).unsqueeze(2)).sample.squeeze(2)
+        elif family == "flux2":
+            unscaled = latents * (var + whole.config.batch_norm_eps).sqrt() + mean
+            images = whole.decode(Flux2Pipeline._unpatchify_latents(unscaled)).sample
+        else:
+            images = whole.decode(latents / config["scaling_factor"]).sample
+    torch.testing.assert_close(decoder.decode(latents), images, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILY)
+def test_images_are_drawn_and_kernels_counted(made, family):
+    """Counted attention has no scores in memory: no kernel of the library's own ran."""
+    run, inputs, layers, *_ = made(family)
+    batch = probe_batch(inputs, image=[(4, 4)], documents=[[40]], target=2)
+    batch = changed(batch, "target", values={})
+    vae = read_configs(run)[NAME].vae
+    decoder = None if vae is None else decoder_maker(NAME, vae).build(0)
+    whole = build_layers(run, 0, len(layer_table(run)))
+    images = generate(whole, batch, inputs, 2, 0, decoder)
+    assert images.shape == (2, 16, 16, 3) and not np.array_equal(*images)
+    counts = count_flops(run)[NAME]
+    kind = "block" if family == "qwen_image" else "whole"
+    assert counts[kind].forward.per_item > 0 < counts[kind].backward.per_item

@@ -33,6 +33,7 @@ from disttrain_cli.models.generator import (
 )
 from disttrain_cli.models.host import constant
 from disttrain_cli.models.layer import Batch
+from disttrain_cli.models.processors import OwnAttention
 
 
 class WeightsOnMeta(TorchFunctionMode):
@@ -90,7 +91,10 @@ class Whole(Start, Finish):
         own = (*model.named_children(), *model.named_parameters(recurse=False))
         self.published = {f"model.{name}": name for name, _ in own}
         self.constants = Constants(self.model)
-        self.takes = inspect.signature(type(model).forward).parameters
+        takes = inspect.signature(type(model).forward).parameters.values()
+        self.takes = {one.name for one in takes} - {
+            one.name for one in takes if "mask" in one.name and one.default is None
+        }
 
     def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
         return Finish.compute(self, {**state, **Start.compute(self, state, batch)}, batch)
@@ -116,9 +120,8 @@ class Whole(Start, Finish):
             latents, named["cap_feats"] = list(latents), list(conditioning_NKD)
         named |= {"hidden_states": latents, "x": latents}
         self.constants.move(noisy.device)
-        made = self.model(
-            **{name: named[name] for name in self.takes if name in named}, return_dict=False
-        )[0]
+        with OwnAttention():
+            made = self.model(**{name: named[name] for name in self.takes & named.keys()})[0]
         if family.layout == "patches":
             made = unpacked(made, patch, grid)
         elif family.layout == "list":
@@ -142,6 +145,7 @@ class Whole(Start, Finish):
             "encoder_attention_mask": conditioning_NKD.new_ones((count, context), dtype=torch.bool),
             "timestep": time,
             "t": time,
+            "return_dict": False,
         }
         if family.positions is not None:
             at = constant(family.positions, context, grid, device=device)

@@ -1,6 +1,7 @@
-"""Replacements of diffusers' attention processors, which attend as in `attention`.
+"""Replacements of diffusers' attention, which attend as in `attention`.
 
-The layers themselves are unchanged.
+The layers themselves are unchanged: their processors are replaced or, in a model that runs whole,
+PyTorch's function that they call.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from disttrain_cli.models.attention import Segments, attend, equal_segments
 
@@ -35,6 +38,41 @@ def with_own_attention(layer: nn.Module) -> nn.Module:
         if isinstance(part, (Attention, FluxAttention)):
             part.set_processor(ours[type(part.processor)]())
     return layer
+
+
+class OwnAttention(TorchFunctionMode):
+    """Replaces `scaled_dot_product_attention` in a library's forward.
+
+    Each item's rows [N, H, L, D] attend to all of its rows, or to all of another tensor's: a mask
+    of booleans is that of the conditioning, of which no token is padding.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is functional.scaled_dot_product_attention:
+            return _all_to_all(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _all_to_all(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    masked = attn_mask is not None and attn_mask.dtype != torch.bool
+    assert not (masked or dropout_p or is_causal or scale is not None), "attention of another kind"
+    if query.ndim == 3:  # of one head
+        return _all_to_all(query[:, None], key[:, None], value[:, None]).squeeze(1)
+    rows = [one.transpose(1, 2) for one in (query, key, value)]
+    to = equal_segments(*rows[1].shape[:2], query.device)
+    return _attended(*rows, to).unflatten(-1, (query.shape[1], -1)).transpose(1, 2)
 
 
 class _Processor:

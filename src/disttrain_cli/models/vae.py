@@ -21,7 +21,7 @@ from disttrain_cli.models.configs.vaes import CLASS, VAES, latents_of
 from disttrain_cli.models.generator import GeneratorLayer, targets_field, targets_of, to_patches
 from disttrain_cli.models.layer import Batch, PipelineLayer, TensorSpec
 from disttrain_cli.models.posterior import per_channel, posterior_of
-from disttrain_cli.models.processors import with_own_attention
+from disttrain_cli.models.processors import OwnAttention, with_own_attention
 from disttrain_cli.spec.buckets import Buckets
 
 #: Pixels encoded at a time: the encoder's memory grows with them, here to 1.3 GiB in bf16.
@@ -58,12 +58,16 @@ class _Half(PipelineLayer):
         for name in (absent, f"{'post_' * (absent == 'decoder')}quant_conv"):
             if getattr(self.vae, name, None) is not None:
                 setattr(self.vae, name, nn.Identity())
-        self.statistics = getattr(self.vae, "bn", None)
-        if self.statistics is not None:
-            self.statistics = self.vae.bn = Statistics(len(self.vae.bn.running_mean), self.vae.bn.eps)
+        if (norm := getattr(self.vae, "bn", None)) is not None:
+            self.vae.bn = Statistics(len(norm.running_mean), norm.eps)
         with_own_attention(self.vae)
         self.published = {f"vae.{name}": name for name, _ in self.vae.named_children()}
         self.requires_grad_(False)
+
+    @property
+    def statistics(self) -> Statistics | None:
+        """Statistics by which latents are normalised, if the VAE has them."""
+        return getattr(self.vae, "bn", None)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -112,10 +116,11 @@ class VaeEncoder(GeneratorLayer, _Half):
         return torch.cat([self._moments(some) for some in pixels.split(images)])
 
     def _moments(self, pixels_NCHW: Tensor) -> Tensor:
-        if self.about.video:
-            moments: Tensor = self.vae._encode(pixels_NCHW.unsqueeze(2)).squeeze(2)
-            return moments
-        moments = self.vae._encode(pixels_NCHW)
+        with OwnAttention():
+            if self.about.video:
+                moments: Tensor = self.vae._encode(pixels_NCHW.unsqueeze(2)).squeeze(2)
+                return moments
+            moments = self.vae._encode(pixels_NCHW)
         if not self.about.random:  # as far as a log-variance goes (DiagonalGaussianDistribution)
             return torch.cat([moments, torch.full_like(moments, -30.0)], dim=1)
         if self.statistics is None:
