@@ -1,9 +1,12 @@
 """Qwen-Image as layers, and diffusers' transformers that run whole, against their own forward as
 their pipelines call it; their VAEs; what is refused."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from disttrain_cli.errors import SpecError
 from disttrain_cli.models.architectures import read_configs
@@ -16,6 +19,7 @@ from disttrain_cli.models.probe import entry_state, probe_batch
 from disttrain_cli.models.published import on_meta
 from disttrain_cli.models.sampling import generate
 from disttrain_cli.models.vae import decoder_maker
+from disttrain_cli.spec.runfile import Run, RunFile
 from tests.batches import changed
 
 NAME = "image_generator"
@@ -31,8 +35,6 @@ WAN = {
     "num_layers": 2,
     "num_attention_heads": 2,
     "attention_head_dim": 12,
-    "in_channels": 4,
-    "out_channels": 4,
     "text_dim": TEXT,
     "freq_dim": 8,
     "ffn_dim": 32,
@@ -99,13 +101,13 @@ VAES = {
         },
     },
 }
+#: Family → its VAE and configuration, without its channels.
 FAMILY = {
-    "qwen_image": ("qwen", DUAL | {"in_channels": 16, "out_channels": 4}),
+    "qwen_image": ("qwen", DUAL),
     "flux2": (
         "flux2",
         DUAL
         | {
-            "in_channels": 16,
             "num_single_layers": 1,
             "axes_dims_rope": [4, 4, 4, 4],
             "timestep_guidance_channels": 8,
@@ -114,7 +116,6 @@ FAMILY = {
     "z_image": (
         "kl",
         {
-            "in_channels": 4,
             "dim": 32,
             "n_layers": 2,
             "n_refiner_layers": 1,
@@ -122,29 +123,26 @@ FAMILY = {
             "n_kv_heads": 2,
             "cap_feat_dim": TEXT,
             "axes_dims": [4, 6, 6],
-            "axes_lens": [64, 8, 8],
+            "axes_lens": [64, 16, 16],
         },
     ),
     "wan": ("wan", WAN),
-    "skyreels_v2": (None, WAN | {"in_channels": 3, "out_channels": 3}),
+    "skyreels_v2": (None, WAN),
     "chroma": (
         "kl",
         DUAL
         | {
-            "in_channels": 16,
             "num_single_layers": 1,
             "approximator_num_channels": 8,
             "approximator_hidden_dim": 16,
             "approximator_layers": 1,
         },
     ),
-    "ovis_image": (None, DUAL | {"in_channels": 12, "out_channels": 12, "num_single_layers": 1}),
-    "longcat_image": (None, DUAL | {"in_channels": 12, "num_single_layers": 1}),
+    "ovis_image": (None, DUAL | {"num_single_layers": 1}),
+    "longcat_image": (None, DUAL | {"num_single_layers": 1}),
     "hunyuan_image": (
         "hunyuan",
         {
-            "in_channels": 4,
-            "out_channels": 4,
             "num_attention_heads": 2,
             "attention_head_dim": 16,
             "num_layers": 1,
@@ -157,8 +155,6 @@ FAMILY = {
     "sana": (
         "dc",
         {
-            "in_channels": 4,
-            "out_channels": 4,
             "num_attention_heads": 2,
             "attention_head_dim": 16,
             "num_layers": 1,
@@ -172,7 +168,6 @@ FAMILY = {
     "prx": (
         None,
         {
-            "in_channels": 3,
             "context_in_dim": TEXT,
             "hidden_size": 32,
             "num_heads": 2,
@@ -183,6 +178,20 @@ FAMILY = {
 }
 
 
+def with_channels(family, channels):
+    """The configuration of a family's generator of images with some channels."""
+    config = FAMILY[family][1]
+    packed = family in ("qwen_image", "chroma", "ovis_image", "longcat_image")
+    out = {} if family in ("z_image", "prx", "longcat_image", "flux2") else {"out_channels"}
+    given = 4 * channels if packed else channels
+    of_output = channels if family == "qwen_image" else given
+    return config | {"in_channels": given} | dict.fromkeys(out, of_output)
+
+
+#: Configurations of generators of pixels.
+PIXELS = {family: with_channels(family, 3) for family in FAMILY}
+
+
 @pytest.fixture
 def made(make_run):
     """A run with a generator of a family, and of it: inputs, layers, a batch, its entry's state."""
@@ -190,7 +199,8 @@ def made(make_run):
     def make(family, targets=N, **spec):
         run = make_run(image_generator={"config": {"block_out_channels": [16, 32]}})
         plain = run.file.model_dump(mode="json", exclude_none=True)
-        vae, config = FAMILY[family]
+        vae = FAMILY[family][0]
+        channels = 16 if family == "flux2" else 4 if vae else 3  # FLUX.2's VAE folds 2 × 2 of 4
         spec = {"config": {}, **spec}
         plain["model"]["modules"][NAME] = {
             "kind": "generator",
@@ -200,7 +210,7 @@ def made(make_run):
             "noise": {"shift": 3.0},
             **({"vae": VAES[vae]} if vae else {}),
             **spec,
-            "config": config | spec["config"],
+            "config": with_channels(family, channels) | spec["config"],
         }
         run = type(run)(path=run.path, file=type(run.file).model_validate(plain))
         table, inputs = layer_table(run), describe(run)
@@ -313,9 +323,10 @@ def test_loss_and_gradients_equal_diffusers_own(made, family):
     loss = through(layers, batch, state)["loss/image"]
     model = library_model(read_configs(run)[NAME], layers)
     expected = of_library(family, run, layers, batch, state, model)
-    print(family, abs(1 - loss.item() / expected.item()))
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
-    of_context = [torch.autograd.grad(one, state["context"], retain_graph=True)[0] for one in (loss, expected)]
+    of_context = [
+        torch.autograd.grad(one, state["context"], retain_graph=True)[0] for one in (loss, expected)
+    ]
     torch.testing.assert_close(*of_context, rtol=1e-4, atol=1e-7)
     loss.backward()
     expected.backward()
@@ -397,3 +408,173 @@ def test_images_are_drawn_and_kernels_counted(made, family):
     counts = count_flops(run)[NAME]
     kind = "block" if family == "qwen_image" else "whole"
     assert counts[kind].forward.per_item > 0 < counts[kind].backward.per_item
+
+
+@pytest.mark.parametrize("family", FAMILY)
+def test_replicas_and_recomputation_change_nothing(made, family):
+    """Two replicas, of two images and of one, of the same global batch; each layer recomputed."""
+    _, _, layers, batch, state = made(family)
+    weights = [p for layer in layers for p in layer.parameters() if p.requires_grad]
+    loss = through(layers, batch, state)["loss/image"]
+    expected = torch.autograd.grad(loss, weights, allow_unused=True)
+    targets, parts = batch.of("target"), []
+    for own in (slice(0, 2), slice(2, 3)):
+        part = changed(
+            batch,
+            "target",
+            grids=targets.grids[own],
+            weights=targets.weights[own],
+            noise_seeds=targets.noise_seeds[own],
+            values={number: [run[own] for run in runs] for number, runs in targets.values.items()},
+        )
+        rows = {"context": state["context"].unflatten(0, (N, K))[own].flatten(0, 1)}
+        for layer in layers:
+            rows = rows | checkpoint(layer, rows, part, use_reentrant=False)
+        parts.append(rows["loss/image"])
+    torch.testing.assert_close(sum(parts), loss, rtol=1e-5, atol=0)
+    for given, other in zip(
+        torch.autograd.grad(sum(parts), weights, allow_unused=True), expected, strict=True
+    ):
+        assert (given is None) == (other is None)
+        if given is not None:
+            torch.testing.assert_close(given, other, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["qwen_image", "flux2", "z_image", "wan"])
+def test_images_of_several_sizes(made, family):
+    """The loss of a batch is the sum of those of its images alone."""
+    run, inputs, layers, *_ = made(family, targets=0, buckets=[[16, 16], [24, 12], [12, 24]])
+    grids = [(8, 8), (12, 6), (6, 12)] if FAMILY[family][0] is None else [(4, 4), (6, 3), (3, 6)]
+    batch = probe_batch(inputs, target=grids)
+    targets = batch.of("target")
+    context = entry_state(layer_table(run), NAME, inputs, batch)["context"]
+    loss = through(layers, batch, {"context": context})["loss/image"]
+    alone = 0.0
+    for number, grid in enumerate(targets.grids):
+        one = changed(
+            probe_batch(inputs, target=[grid]),
+            "target",
+            noise_seeds=targets.noise_seeds[number : number + 1],
+            values={0: [targets.values[0][number]]},
+        )
+        rows = context.unflatten(0, (N, K))[number]
+        alone += through(layers, one, {"context": rows})["loss/image"] / N
+    torch.testing.assert_close(loss, alone, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("family", ["qwen_image", "flux2", "wan"])
+def test_adapters_equal_pefts(made, family):
+    from peft import LoraConfig, get_peft_model
+
+    targets = ["to_q", "to_out.0", "proj_out"]
+    lora = {"r": 2, "lora_alpha": 6, "target_modules": targets}
+    run, _, layers, batch, state = made(family, lora=lora)
+    with torch.no_grad():
+        for layer in layers:
+            for path, parameter in layer.named_parameters():
+                if "lora_B" in path:
+                    parameter.normal_(0.0, 0.3)
+    adapters = {
+        f"{layer.published_path(path.partition('.lora_')[0])}.lora_{path.partition('.lora_')[2]}": p
+        for layer in layers
+        for path, p in layer.named_parameters()
+        if ".lora_" in path
+    }
+    model = library_model(read_configs(run)[NAME], layers)
+    adapted = get_peft_model(model, LoraConfig(**lora))
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name:
+                name = name.removeprefix("base_model.model.").replace(".default.", ".")
+                parameter.copy_(adapters.pop(name))
+    assert not adapters
+    loss = through(layers, batch, state)["loss/image"]
+    expected = of_library(family, run, layers, batch, state, model)
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
+    loss.backward()
+    trained = {path.split(".")[-2] for layer in layers for path, p in layer.named_parameters() if p.grad is not None and layer.kind != "projector"}
+    assert trained == {"lora_A", "lora_B"}
+
+
+@pytest.mark.parametrize(
+    ("family", "spec", "words"),
+    [
+        ("flux2", {"architecture": "flux3"}, ("unknown architecture 'flux3'", "flux2")),
+        ("flux2", {"config": {"in_channels": 4}}, ("config.in_channels", "16: vae.latent")),
+        ("flux2", {"config": {"axes_dims_rope": [4, 4, 4]}}, ("does not fit Flux2Trans", "length 12")),
+        ("flux2", {"config": {"num_head": 2}}, ("config.num_head", "unknown field")),
+        ("flux2", {"config": {"patch_size": 2}}, ("config.patch_size", "its channels")),
+        ("flux2", {"noise": {"prediction": "epsilon"}}, ("noise.prediction", "flux2's own")),
+        ("flux2", {"image_size": 18}, ("image_size", "multiples of 4")),
+        ("z_image", {"config": {"axes_lens": [64, 3, 8]}}, ("config.axes_lens", "4 or more")),
+        ("z_image", {"config": {"axes_lens": [33, 8, 8]}}, ("context_tokens", "or fewer")),
+        ("z_image", {"config": {"siglip_feat_dim": 8}}, ("siglip_feat_dim", "does not feed it")),
+        ("z_image", {"config": {"axes_dims": [4, 4, 4]}}, ("does not fit z_image", "sum(axes_dims)")),
+        ("z_image", {"config": {"all_patch_size": [4]}}, ("all_patch_size", "[2]")),
+        ("wan", {"config": {"image_dim": 8}}, ("config.image_dim", "does not feed it")),
+        ("wan", {"config": {"patch_size": [2, 2, 2]}}, ("config.patch_size", "1 frame")),
+        ("wan", {"config": {"rope_max_seq_len": 2}}, ("does not fit WanTrans",)),
+        ("wan", {"config": {"text_dim": 0}}, ("config.text_dim", "1 or more")),
+        ("sana", {"config": {"guidance_embeds": True}}, ("guidance_embeds", "does not feed it")),
+        ("sana", {"config": {"dropout": 0.1}}, ("config.dropout", "0: ")),
+        ("qwen_image", {"config": {"zero_cond_t": True}}, ("config.zero_cond_t", "false")),
+        ("qwen_image", {"config": {"out_channels": 16}}, ("config.out_channels", "4: ")),
+        ("qwen_image", {"config": {"axes_dims_rope": [4, 4, 4]}}, ("axes_dims_rope", "(16)")),
+        ("wan", {"vae": {"_class_name": "AutoencoderTiny"}}, ("vae._class_name", "KLWan")),
+        ("wan", {"vae": {"z_dim": 4}}, ("vae.z_dim", "unknown field of AutoencoderKL")),
+        ("wan", {"vae": VAES["wan"] | {"latents_std": [1.0]}}, ("latents_std", "4 positive")),
+        ("wan", {"vae": VAES["wan"] | {"scale_factor_spatial": 4}}, ("vae does not fit", "(1, 8")),
+        ("wan", {"vae": VAES["wan"] | {"dropout": 0.1}}, ("vae.dropout", "0: ")),
+        (
+            "hunyuan_image",
+            {"vae": {"_class_name": "AutoencoderKLHunyuanImage"}},
+            ("is missing", "no default"),
+        ),
+    ],
+)
+def test_what_does_not_fit_is_named(made, family, spec, words):
+    with pytest.raises(SpecError) as error:
+        made(family, **spec)
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        (
+            {
+                "_class_name": "UniPCMultistepScheduler",
+                "prediction_type": "flow_prediction",
+                "use_flow_sigmas": True,
+                "flow_shift": 3.0,
+            },
+            Noise("flow", shift=3.0),
+        ),
+        (
+            {"_class_name": "FlowMatchEulerDiscreteScheduler", "shift_terminal": 0.02},
+            Noise("flow", terminal=0.02),
+        ),
+        (
+            {"_class_name": "FlowMatchEulerDiscreteScheduler", "shift_terminal": 2},
+            "shift_terminal of its folder's",
+        ),
+        ({"_class_name": "UniPCMultistepScheduler"}, "of another family"),
+    ],
+)
+def test_schedules_of_published_folders(make_run, tmp_path, fields, expected):
+    on_meta("wan", PIXELS["wan"]).save_config(tmp_path / "wan")
+    (tmp_path / "wan" / "scheduler_config.json").write_text(json.dumps(fields))
+    plain = make_run().file.model_dump(mode="json", exclude_none=True)
+    plain["model"]["modules"][NAME] = {
+        "kind": "generator",
+        "image_size": 16,
+        "context_tokens": K,
+        "folder": "wan",
+    }
+    run = Run(path=tmp_path / "disttrain.yaml", file=RunFile.model_validate(plain))
+    if isinstance(expected, str):
+        with pytest.raises(SpecError, match=expected):
+            read_configs(run)
+        return
+    noise = read_configs(run)[NAME].noise
+    assert noise == expected and noise.sampler(False).config.shift_terminal == noise.terminal

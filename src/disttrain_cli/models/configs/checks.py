@@ -6,6 +6,7 @@ import difflib
 import inspect
 import math
 import re
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -33,9 +34,13 @@ class ModuleConfig:
 
 
 def refused(name: str, architecture: str, error: Exception, section: str = "config") -> SpecError:
-    """Convert a library class's error about a module's configuration to a SpecError."""
+    """Convert a library class's error about a module's configuration to a SpecError.
+
+    An assertion without words is quoted.
+    """
+    said = str(error) or str(traceback.extract_tb(error.__traceback__)[-1].line)
     return SpecError(
-        f"model.modules.{name}.{section} does not fit {architecture}", " ".join(str(error).split())
+        f"model.modules.{name}.{section} does not fit {architecture}", " ".join(said.split())
     )
 
 
