@@ -245,6 +245,19 @@ def _generator_input(run: Run, module: ModuleConfig) -> TargetInput:
     )
 
 
+#: Generators by name: what reads their configuration, and what makes their layers.
+_GENERATORS: dict[str, tuple[Callable[..., Any], Callable[..., list[LayerMaker]]]] = {
+    "unet2d_condition": (read_unet, unet.makers),
+    "pixart": (read_pixart, pixart.makers),
+    "flux": (read_flux, flux.makers),
+    "lumina2": (read_lumina2, lumina2.makers),
+    "sd3": (read_sd3, sd3.makers),
+    "qwen_image": (read_qwen_image, qwen_image.makers),
+    **{
+        name: (read_library_generator, partial(library_generator.makers, name)) for name in FAMILIES
+    },
+}
+
 _OWN: dict[str, Architecture] = {
     "vit": Architecture(
         "encoder",
@@ -346,18 +359,7 @@ _OWN: dict[str, Architecture] = {
             _generator_input,
             several=True,
         )
-        for name, read, makers in (
-            ("unet2d_condition", read_unet, unet.makers),
-            ("pixart", read_pixart, pixart.makers),
-            ("flux", read_flux, flux.makers),
-            ("lumina2", read_lumina2, lumina2.makers),
-            ("sd3", read_sd3, sd3.makers),
-            ("qwen_image", read_qwen_image, qwen_image.makers),
-            *(
-                (name, read_library_generator, partial(library_generator.makers, name))
-                for name in FAMILIES
-            ),
-        )
+        for name, (read, makers) in _GENERATORS.items()
     },
 }
 
@@ -427,7 +429,9 @@ def _read(run: Run, name: str) -> ModuleConfig:
     if spec.vae_folder is not None:
         path = run.resolve(spec.vae_folder) / "config.json"
         spec = with_folder(
-            name, spec, _mapping(path, "VAE's configuration", f"Correct model.modules.{name}.vae_folder.")
+            name,
+            spec,
+            _mapping(path, "VAE's configuration", f"Correct model.modules.{name}.vae_folder."),
         )
     try:
         config, own_vae = entry.read(name, architecture, spec, fields)

@@ -22,7 +22,6 @@ from disttrain_cli.models.layer import PipelineLayer
 from disttrain_cli.models.published import (
     Weights,
     on_meta,
-    published_class,
     renaming,
     weight_files,
 )

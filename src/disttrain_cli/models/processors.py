@@ -70,9 +70,10 @@ def _all_to_all(
     assert not (masked or dropout_p or is_causal or scale is not None), "attention of another kind"
     if query.ndim == 3:  # of one head
         return _all_to_all(query[:, None], key[:, None], value[:, None]).squeeze(1)
-    rows = [one.transpose(1, 2) for one in (query, key, value)]
-    to = equal_segments(*rows[1].shape[:2], query.device)
-    return _attended(*rows, to).unflatten(-1, (query.shape[1], -1)).transpose(1, 2)
+    heads = query.shape[1]
+    query, key, value = (one.transpose(1, 2) for one in (query, key, value))
+    to = equal_segments(*key.shape[:2], key.device)
+    return _attended(query, key, value, to).unflatten(-1, (heads, -1)).transpose(1, 2)
 
 
 class _Processor:

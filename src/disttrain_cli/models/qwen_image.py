@@ -47,7 +47,9 @@ class In(Start):
 
     def __init__(self, module: str, whole: Any, stream: Stream) -> None:
         super().__init__(module, stream.canvas)
-        self.published = {name: name for name in ("img_in", "txt_norm", "txt_in", "time_text_embed")}
+        self.published = {
+            name: name for name in ("img_in", "txt_norm", "txt_in", "time_text_embed")
+        }
         self.reads = (*stream.canvas.reads, "conditioning")
         self.writes = (stream.patches, stream.time, stream.conditioning)
         self.patch = stream.patch
@@ -87,7 +89,9 @@ class Block(GeneratorLayer):
         self.kind = "block.last" if last else "block"
         self.writes = (stream.patches, *(() if last else (stream.conditioning,)))
         self.published = {"block": f"transformer_blocks.{number}"}
-        self.block = with_own_norms(with_own_attention(copy.deepcopy(whole.transformer_blocks[number])))
+        self.block = with_own_norms(
+            with_own_attention(copy.deepcopy(whole.transformer_blocks[number]))
+        )
 
     def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
         patches, stream = state["patches"], self.stream

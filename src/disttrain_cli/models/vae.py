@@ -200,6 +200,6 @@ def encoder_maker(
         except (*MISTAKES, RuntimeError) as error:
             raise refused(module, config[CLASS], error, "vae") from None
     if given != (1, 2 * channels, side, side):
-        error = ValueError(f"its latents of one image: {tuple(given)}, with their variance")
-        raise refused(module, config[CLASS], error, "vae")
+        shape = ValueError(f"its latents of one image: {tuple(given)}, with their variance")
+        raise refused(module, config[CLASS], shape, "vae")
     return LayerMaker(lambda: VaeEncoder(module, config, whole(), image_size, index, buckets), None)

@@ -117,8 +117,8 @@ def numbers_in(value: Any) -> Iterator[int | float]:
 
 def arguments_of(made: type) -> dict[str, Any]:
     """Return the arguments of a diffusers class, with their defaults."""
-    arguments = inspect.signature(made.__init__).parameters
-    return {name: argument.default for name, argument in arguments.items() if name != "self"}
+    arguments = inspect.signature(made).parameters
+    return {name: argument.default for name, argument in arguments.items()}
 
 
 def check_counts(name: str, config: Mapping[str, Any], section: str) -> None:

@@ -20,8 +20,8 @@ from disttrain_cli.spec.runfile.model import ModuleSpec
 #: How latents [N, C, H, W] are passed: as they are; with one frame, [N, C, 1, H, W]; as a list of
 #: [C, 1, H, W]; as patches in raster order [N, P, C · patch · patch].
 Layout = Literal["image", "video", "list", "patches"]
-#: What is passed for a flow's time t of T: σ = t/T, t itself, or 1 − σ, the share of the image. With
-#: the latter the model predicts the direction to the image, the negative of a flow's.
+#: What is passed for a flow's time t of T: σ = t/T, t itself, or 1 − σ, the share of the image.
+#: With the latter the model predicts the direction to the image, the negative of a flow's.
 Time = Literal["sigma", "timestep", "clean"]
 #: Returns the positions [K + P, axes] of K conditioning tokens and the P patches of a grid.
 Positions = Callable[[int, tuple[int, int]], Tensor]
@@ -73,7 +73,7 @@ class Family:
         model: its class.
         width: field of its configuration with the width of the conditioning.
         patch: latents per side of a patch, where they are packed before; 0: the configuration's.
-        guided: True if `guidance_embeds` asks for a guidance scale, which diffusers' training gives.
+        guided: True if `guidance_embeds` asks for a guidance scale, as diffusers' training gives.
     """
 
     model: str
