@@ -1,6 +1,6 @@
-"""Flows over joint attention, SD3's, Flux's, Lumina 2's and Qwen-Image's, and FLUX.2 as one layer, in
-layouts of four ranks: losses, gradient norms and weights equal a single process (fp32, 1e-5), with a
-VAE in the pipeline and with latents that were prepared."""
+"""Flows over joint attention, SD3's, Flux's, Lumina 2's and Qwen-Image's, and FLUX.2 as one layer,
+in layouts of four ranks: losses, gradient norms and weights equal a single process (fp32, 1e-5),
+with VAEs in the pipeline and with latents that were prepared."""
 
 from __future__ import annotations
 

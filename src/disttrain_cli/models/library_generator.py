@@ -31,7 +31,7 @@ from disttrain_cli.models.generator import (
     even_sigmas,
     filled,
 )
-from disttrain_cli.models.host import constant
+from disttrain_cli.models.host import constant, to_device
 from disttrain_cli.models.layer import Batch
 from disttrain_cli.models.processors import OwnAttention
 
@@ -73,7 +73,7 @@ class Constants:
         """Place them on the device of the coming forward."""
         if device != self._device:
             for part, name, value in self._tensors:
-                setattr(part, name, value.to(device))
+                setattr(part, name, to_device(value, device))
             self._device = device
 
 
@@ -140,6 +140,8 @@ class Whole(Start, Finish):
             "clean": 1 - sigma,
             "timestep": times_N * self.config.get("timestep_scale", 1.0),
         }[family.time]
+        if family.rounds_time:
+            time = time.to(conditioning_NKD.dtype)
         named: dict[str, Any] = {
             "encoder_hidden_states": conditioning_NKD,
             "encoder_attention_mask": conditioning_NKD.new_ones((count, context), dtype=torch.bool),

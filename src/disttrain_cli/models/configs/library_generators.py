@@ -73,6 +73,7 @@ class Family:
         model: its class.
         width: field of its configuration with the width of the conditioning.
         patch: latents per side of a patch, where they are packed before; 0: the configuration's.
+        rounds_time: True if the class expects the time in its weights' precision.
         guided: True if `guidance_embeds` asks for a guidance scale, as diffusers' training gives.
     """
 
@@ -83,6 +84,7 @@ class Family:
     patch: int = 0
     positions: Positions | None = None
     guided: bool = False
+    rounds_time: bool = False
 
 
 FAMILIES = {
@@ -101,7 +103,9 @@ FAMILIES = {
     "longcat_image": Family(
         "LongCatImageTransformer2DModel", "joint_attention_dim", "patches", "sigma", 2, _longcat
     ),
-    "hunyuan_image": Family("HunyuanImageTransformer2DModel", "text_embed_dim", time="timestep"),
+    "hunyuan_image": Family(
+        "HunyuanImageTransformer2DModel", "text_embed_dim", time="timestep", rounds_time=True
+    ),
     "sana": Family("SanaTransformer2DModel", "caption_channels", time="timestep"),
     "prx": Family("PRXTransformer2DModel", "context_in_dim"),
 }
