@@ -26,6 +26,7 @@ LLM_BILLIONS = {
     "vlm-8b": 6.74,
     "qwen-vl-8b": 7.62,
     "qwen2.5-vl-7b": 7.62,
+    "qwen2.5-vl-7b-qwen-image": 7.62,
     "qwen2.5-vl-7b-lora": 7.66,  # with adapters of 0.04
     "qwen3-vl-8b": 8.19,
     "qwen3-vl-8b-long": 8.19,
@@ -37,6 +38,7 @@ LLM_BILLIONS = {
     "tiny": 0.0009,
     "tiny-audio": 0.0009,
     "tiny-flow": 0.0009,
+    "tiny-qwen-image": 0.0009,
     "tiny-two-generators": 0.0009,
     "tiny-qwen2.5-vl": 0.00078,
     "tiny-qwen3-vl": 0.00078,
@@ -67,7 +69,11 @@ def preset(name: str, folder: Path) -> Run:
 
 
 #: Of generators that are transformers, without VAE and projector, as their makers count them.
-GENERATOR_BILLIONS = {"qwen3-vl-8b-sd3.5": 2.5, "qwen3-vl-8b-flux": 11.9}
+GENERATOR_BILLIONS = {
+    "qwen3-vl-8b-sd3.5": 2.5,
+    "qwen3-vl-8b-flux": 11.9,
+    "qwen2.5-vl-7b-qwen-image": 20.4,
+}
 
 
 @pytest.mark.parametrize("name", preset_names())

@@ -10,6 +10,7 @@ from disttrain_cli.models.graph import build_layers, layer_table
 from disttrain_cli.models.published import on_meta
 from disttrain_cli.spec.runfile import Run, RunFile
 from tests.models.conftest import AUDIO, LLAMA, MODULES, MROPE, UNET
+from tests.models.test_library_generators import PIXELS
 from tests.models.test_towers import TOWERS
 from tests.models.test_weights import FLUX, LUMINA2, SD3
 
@@ -31,6 +32,7 @@ CONFIGS = (
         "flux": FLUX,
         "lumina2": LUMINA2,
     }
+    | PIXELS
     | {name: tower["config"] for name, tower in TOWERS.items()}
     | {"smolvlm_vision": TOWERS["idefics3_vision"]["config"]}
     | dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "qwen3_vl_text"), LLAMA)

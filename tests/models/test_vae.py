@@ -75,8 +75,8 @@ def test_latents_equal_diffusers_own_and_the_loss_is_in_latent_space(run):
     layers, batch, state = generator(run)
     vae, _, start, *_, out = layers
     whole = AutoencoderKL(**VAE).eval()
-    whole.encoder.load_state_dict(vae.encoder.state_dict())
-    whole.quant_conv.load_state_dict(vae.quant_conv.state_dict())
+    whole.encoder.load_state_dict(vae.vae.encoder.state_dict())
+    whole.quant_conv.load_state_dict(vae.vae.quant_conv.state_dict())
     state = through(layers, batch, state)
     with torch.no_grad():
         posterior = whole.encode(batch.of("target").values[0][0]).latent_dist
@@ -140,8 +140,8 @@ def test_images_are_made_of_latents_by_the_vaes_decoder(make_run, run):
     inputs, config = describe(run), read_configs(run)["image_generator"].vae
     decoder = decoder_maker("image_generator", config).build(0)
     whole = AutoencoderKL(**VAE).eval()
-    whole.decoder.load_state_dict(decoder.decoder.state_dict())
-    whole.post_quant_conv.load_state_dict(decoder.post_quant_conv.state_dict())
+    whole.decoder.load_state_dict(decoder.vae.decoder.state_dict())
+    whole.post_quant_conv.load_state_dict(decoder.vae.post_quant_conv.state_dict())
     latents = torch.randn(2, 4, 8, 8)
     with torch.no_grad():
         expected = whole.decode(latents / whole.config.scaling_factor).sample

@@ -150,6 +150,44 @@ FRESCO: dict[str, Any] = PAINTER | {
     },
 }
 
+#: Qwen-Image's, over pixels.
+SCROLL: dict[str, Any] = MURAL | {
+    "architecture": "qwen_image",
+    "config": {
+        "num_attention_heads": 4,
+        "attention_head_dim": 12,
+        "in_channels": 12,
+        "out_channels": 3,
+        "num_layers": 2,
+        "joint_attention_dim": 20,
+        "axes_dims_rope": [4, 4, 4],
+    },
+}
+
+#: One that runs whole, in the latent space of a VAE that normalises them.
+POSTER: dict[str, Any] = MURAL | {
+    "architecture": "flux2",
+    "config": {
+        "num_attention_heads": 2,
+        "attention_head_dim": 16,
+        "in_channels": 16,
+        "num_layers": 1,
+        "num_single_layers": 1,
+        "joint_attention_dim": 20,
+        "timestep_guidance_channels": 8,
+        "axes_dims_rope": [4, 4, 4, 4],
+    },
+    "vae": {
+        "_class_name": "AutoencoderKLFlux2",
+        "block_out_channels": [8, 16],
+        "layers_per_block": 1,
+        "norm_num_groups": 4,
+        "latent_channels": 4,
+        "down_block_types": ["DownEncoderBlock2D"] * 2,
+        "up_block_types": ["UpDecoderBlock2D"] * 2,
+    },
+}
+
 
 #: Adapters of every module, on all that can have some and on a few.
 LORA: dict[str, dict[str, Any]] = {
@@ -188,6 +226,8 @@ def write_run(
         "painter": PAINTER,
         "mural": MURAL,
         "fresco": FRESCO,
+        "scroll": SCROLL,
+        "poster": POSTER,
     }
     if tied:
         llm = known["llm"]

@@ -1,6 +1,6 @@
-"""Flows over joint attention, SD3's, Flux's and Lumina 2's, in layouts of four ranks: losses,
-gradient norms and weights equal a single process (fp32, 1e-5), with a VAE in the pipeline and with
-latents that were prepared."""
+"""Flows over joint attention, SD3's, Flux's, Lumina 2's and Qwen-Image's, and FLUX.2 as one layer,
+in layouts of four ranks: losses, gradient norms and weights equal a single process (fp32, 1e-5),
+with VAEs in the pipeline and with latents that were prepared."""
 
 from __future__ import annotations
 
@@ -25,10 +25,17 @@ from tests.runtime.layouts import train
 
 RANKS, STEPS, BATCH, SEED, DRAWN = 4, 3, 4, 16, 8
 LLM, PAINTER, MURAL, FRESCO = "llm", "painter", "mural", "fresco"
-DRAWING = [PAINTER, MURAL, FRESCO]
-#: Layers of the LLM, and of painter and fresco with their VAEs and the mural.
-COUNTS = (5, 7 + 6 + 8)
-UNREAD = ("add_q_proj.bias", "norm_added_q.weight")
+SCROLL, POSTER = "scroll", "poster"
+DRAWING = [PAINTER, MURAL, FRESCO, SCROLL, POSTER]
+#: Layers of the LLM, and of the generators, three of them with a VAE.
+COUNTS = (5, 7 + 6 + 8 + 5 + 3)
+UNREAD = {
+    f"{PAINTER}.block.2": ("attn.add_q_proj.bias", "attn.norm_added_q.weight"),
+    f"{SCROLL}.block.1": (
+        *("attn.add_q_proj.bias", "attn.norm_added_q.weight", "attn.to_add_out.bias"),
+        *("txt_mlp.net.0.proj.bias", "txt_mlp.net.2.bias"),
+    ),
+}
 
 
 def _cut(draw: random.Random, layers: int, stages: int) -> list[int]:
@@ -124,7 +131,7 @@ def test_all_weights_move_but_positions_and_the_vae(runs: dict[str, Any]) -> Non
         for path, before in layer.named_parameters()
         if torch.equal(before, parameters[f"{layer.name}/{path}"])
     }
-    # the last block's queries of the conditioning lead nowhere, in diffusers as here
-    unread = {f"{PAINTER}.block.2/block.attn.{name}" for name in UNREAD}
+    # what the last block makes of the conditioning leads nowhere, in diffusers as here
+    unread = {f"{layer}/block.{name}" for layer, names in UNREAD.items() for name in names}
     positions = {f"{PAINTER}.in/pos_embed.pos_embed"}
     assert {name for name in still if "vae_encoder/" not in name} == positions | unread

@@ -21,9 +21,11 @@ from disttrain_cli.models import (
     flux,
     idefics3_vision,
     internvl_vision,
+    library_generator,
     lumina2,
     pixart,
     qwen3_vision,
+    qwen_image,
     qwen_vision,
     sd3,
     siglip,
@@ -45,16 +47,20 @@ from disttrain_cli.models.configs.checks import (
 )
 from disttrain_cli.models.configs.decoders import Family
 from disttrain_cli.models.configs.generators import (
+    CLASSES,
     denoised,
     patch_of,
     read_flux,
+    read_library_generator,
     read_lumina2,
     read_pixart,
+    read_qwen_image,
     read_sd3,
     read_unet,
     with_folder,
 )
 from disttrain_cli.models.configs.images import CLIP, HALVES, IMAGENET, Normal, image_input
+from disttrain_cli.models.configs.library_generators import FAMILIES
 from disttrain_cli.models.configs.lora import read_lora
 from disttrain_cli.models.configs.noise import read_noise
 from disttrain_cli.models.configs.videos import with_video
@@ -267,6 +273,19 @@ def _generator_input(run: Run, module: ModuleConfig) -> TargetInput:
     )
 
 
+#: Generators by name: what reads their configuration, and what makes their layers.
+_GENERATORS: dict[str, tuple[Callable[..., Any], Callable[..., list[LayerMaker]]]] = {
+    "unet2d_condition": (read_unet, unet.makers),
+    "pixart": (read_pixart, pixart.makers),
+    "flux": (read_flux, flux.makers),
+    "lumina2": (read_lumina2, lumina2.makers),
+    "sd3": (read_sd3, sd3.makers),
+    "qwen_image": (read_qwen_image, qwen_image.makers),
+    **{
+        name: (read_library_generator, partial(library_generator.makers, name)) for name in FAMILIES
+    },
+}
+
 _OWN: dict[str, Architecture] = {
     "vit": Architecture(
         "encoder",
@@ -348,51 +367,18 @@ _OWN: dict[str, Architecture] = {
         partial(_encoder, whisper.makers),
         _whisper_input,
     ),
-    "unet2d_condition": Architecture(
-        "generator",
-        "target",
-        "diffusers:UNet2DConditionModel",
-        read_unet,
-        partial(_generator, unet.makers),
-        _generator_input,
-        several=True,
-    ),
-    "pixart": Architecture(
-        "generator",
-        "target",
-        "diffusers:PixArtTransformer2DModel",
-        read_pixart,
-        partial(_generator, pixart.makers),
-        _generator_input,
-        several=True,
-    ),
-    "flux": Architecture(
-        "generator",
-        "target",
-        "diffusers:FluxTransformer2DModel",
-        read_flux,
-        partial(_generator, flux.makers),
-        _generator_input,
-        several=True,
-    ),
-    "lumina2": Architecture(
-        "generator",
-        "target",
-        "diffusers:Lumina2Transformer2DModel",
-        read_lumina2,
-        partial(_generator, lumina2.makers),
-        _generator_input,
-        several=True,
-    ),
-    "sd3": Architecture(
-        "generator",
-        "target",
-        "diffusers:SD3Transformer2DModel",
-        read_sd3,
-        partial(_generator, sd3.makers),
-        _generator_input,
-        several=True,
-    ),
+    **{
+        name: Architecture(
+            "generator",
+            "target",
+            f"diffusers:{CLASSES[name]}",
+            read,
+            partial(_generator, makers),
+            _generator_input,
+            several=True,
+        )
+        for name, (read, makers) in _GENERATORS.items()
+    },
 }
 
 
@@ -426,11 +412,7 @@ def architectures() -> dict[str, Architecture]:
 _ALIASES: dict[str, tuple[str, str | None]] = {
     "clip": ("clip_vision_model", "vision_config"),
     "siglip": ("siglip_vision_model", "vision_config"),
-    "UNet2DConditionModel": ("unet2d_condition", None),
-    "PixArtTransformer2DModel": ("pixart", None),
-    "SD3Transformer2DModel": ("sd3", None),
-    "FluxTransformer2DModel": ("flux", None),
-    "Lumina2Transformer2DModel": ("lumina2", None),
+    **{class_name: (name, None) for name, class_name in CLASSES.items()},
 }
 
 
@@ -493,7 +475,9 @@ def _read(run: Run, name: str) -> ModuleConfig:
     if spec.vae_folder is not None:
         path = run.resolve(spec.vae_folder) / "config.json"
         spec = with_folder(
-            spec, _mapping(path, "VAE's configuration", f"Correct model.modules.{name}.vae_folder.")
+            name,
+            spec,
+            _mapping(path, "VAE's configuration", f"Correct model.modules.{name}.vae_folder."),
         )
     try:
         config, own_vae = entry.read(name, architecture, spec, fields)

@@ -27,7 +27,6 @@ from disttrain_cli.models.published import (
     Stored,
     Weights,
     on_meta,
-    published_class,
     weight_files,
 )
 from disttrain_cli.spec.families.family import Module
@@ -70,7 +69,7 @@ def write_model(
     stem = _write_config(folder, model, config, dtype, tied)
     owners = [_Layer(layer, read) for layer in layers]
     total = _write_weights(folder, stem, owners, Conversions(model), dtype, most_bytes)
-    return Written(folder.name, import_path(published_class(architecture)), total)
+    return Written(folder.name, import_path(type(model)), total)
 
 
 def write_whole(

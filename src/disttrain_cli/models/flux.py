@@ -48,12 +48,22 @@ SINGLE = {
 }
 
 
+def packed(image_NCHW: Tensor, patch: int) -> Tensor:
+    """Return square patches in raster order [N, P, C · patch · patch]."""
+    return functional.pixel_unshuffle(image_NCHW, patch).flatten(2).transpose(1, 2)
+
+
+def unpacked(patches_NPV: Tensor, patch: int, grid: tuple[int, int]) -> Tensor:
+    """Return images [N, C, H, W]; the inverse of `packed`."""
+    return functional.pixel_shuffle(patches_NPV.transpose(1, 2).unflatten(2, grid), patch)
+
+
 class Stream:
     """Tensors passed from block to block."""
 
-    def __init__(self, width: int, canvas: Canvas) -> None:
-        self.canvas = canvas
-        self.patches = canvas.patches((canvas.shape[1] // FLUX_PATCH) ** 2, width)
+    def __init__(self, width: int, canvas: Canvas, patch: int = FLUX_PATCH) -> None:
+        self.canvas, self.patch = canvas, patch
+        self.patches = canvas.patches((canvas.shape[1] // patch) ** 2, width)
         self.conditioning = TensorSpec("conditioning", "target", "tokens", (width,))
         self.time = TensorSpec("time_embedding", "target", "one", (width,))
 
@@ -84,9 +94,8 @@ class In(Start):
         if self.guided:
             guidance = filled(len(noisy_NCHW), (GUIDANCE * SCALE,), noisy_NCHW)
             told.append(guidance.flatten())
-        packed_NPV = functional.pixel_unshuffle(noisy_NCHW.to(dtype), FLUX_PATCH).flatten(2)
         return {
-            "patches": self.x_embedder(packed_NPV.transpose(1, 2)),
+            "patches": self.x_embedder(packed(noisy_NCHW.to(dtype), FLUX_PATCH)),
             "time_embedding": self.time_text_embed(*told, state["pooled"]),
             "conditioning": self.context_embedder(state["conditioning"]),
         }
@@ -123,7 +132,7 @@ class Block(GeneratorLayer):
             hidden_states=patches,
             encoder_hidden_states=state["conditioning"].unflatten(0, (-1, self.context_tokens)),
             temb=state["time_embedding"],
-            image_rotary_emb=turns(self.context_tokens, grid, self.axes, False, patches),
+            image_rotary_emb=turns(self.context_tokens, grid, self.axes, "flux", patches),
         )
         return {"patches": patches, "conditioning": conditioning.flatten(0, 1)}
 
@@ -131,16 +140,15 @@ class Block(GeneratorLayer):
 class Out(Finish):
     """Last norm, modulated by the timestep, and the patches' latents."""
 
-    def __init__(self, module: str, whole: Any, canvas: Canvas, weight: float) -> None:
-        super().__init__(module, canvas, weight, ("patches", "time_embedding"))
+    def __init__(self, module: str, whole: Any, stream: Stream, weight: float) -> None:
+        super().__init__(module, stream.canvas, weight, ("patches", "time_embedding"))
+        self.patch = stream.patch
         self.published = {name: name for name in ("norm_out", "proj_out")}
         self.norm_out, self.proj_out = copy.deepcopy(whole.norm_out), copy.deepcopy(whole.proj_out)
 
     def predict(self, state: dict[str, Tensor], batch: Batch) -> Tensor:
         packed_NPV = self.proj_out(self.norm_out(state["patches"], state["time_embedding"]))
-        grid = self.canvas.grid(batch, FLUX_PATCH)
-        image = packed_NPV.transpose(1, 2).unflatten(2, grid)
-        return functional.pixel_shuffle(image, FLUX_PATCH).float()
+        return unpacked(packed_NPV, self.patch, self.canvas.grid(batch, self.patch)).float()
 
 
 def makers(
@@ -181,5 +189,5 @@ def makers(
             partial(Block, module, kind, number, block, config, context_tokens, stream)
             for number, block in enumerate(blocks)
         ]
-    construct.append(lambda: Out(module, whole(), canvas, loss_weight))
+    construct.append(lambda: Out(module, whole(), stream, loss_weight))
     return [LayerMaker(make, None) for make in construct]

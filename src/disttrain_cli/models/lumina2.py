@@ -133,7 +133,7 @@ class Block(GeneratorLayer):
     def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
         context, streams = self.context_tokens, list[Tensor]()
         grid = (0, 0) if self.kind == "context" else self.canvas.grid(batch, self.patch)
-        cosines_sines = turns(context, grid, self.axes, True, state[self.reads[0]])
+        cosines_sines = turns(context, grid, self.axes, "lumina2", state[self.reads[0]])
         if self.kind != "noise":
             streams.append(state["conditioning"].unflatten(0, (-1, context)))
         else:

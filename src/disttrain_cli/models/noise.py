@@ -50,7 +50,7 @@ class Dynamic:
 
 @dataclass(frozen=True)
 class Noise:
-    """Noise schedule; all fields but the last three are those of `spec.runfile.model.NoiseSpec`."""
+    """Noise schedule; all fields but the last four are those of `spec.runfile.model.NoiseSpec`."""
 
     prediction: Prediction = "epsilon"
     betas: Betas = "linear"
@@ -67,6 +67,7 @@ class Noise:
     # betas rescaled so that the last timestep is pure noise (Lin et al. 2023, arXiv 2305.08891,
     # algorithm 1)
     zero_snr: bool = False
+    terminal: float | None = None  # a flow's last noise level in sampling, to which it is stretched
 
     def times(self, timesteps_N: Tensor) -> Tensor:
         """Return the generator's time inputs for drawn timesteps 0 … T − 1.
@@ -143,11 +144,14 @@ class Noise:
             )
         if self.dynamic is None:
             return FlowMatchEulerDiscreteScheduler(
-                num_train_timesteps=self.timesteps, shift=self.shift
+                num_train_timesteps=self.timesteps,
+                shift=self.shift,
+                shift_terminal=self.terminal,
             )
         return FlowMatchEulerDiscreteScheduler(
             num_train_timesteps=self.timesteps,
             use_dynamic_shifting=True,
+            shift_terminal=self.terminal,
             **asdict(self.dynamic),
         )
 

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from disttrain_cli.models.host import to_device
+from disttrain_cli.models.configs.vaes import scale_of
+from disttrain_cli.models.host import constant, to_device
 from disttrain_cli.models.layer import Batch
 from disttrain_cli.models.noise import own_seed
 
@@ -23,10 +24,10 @@ _POSTERIOR = 0x1A7E27
 
 @dataclass(frozen=True)
 class Posterior:
-    """Conversion of a VAE's moments to latents."""
+    """Conversion of a VAE's moments to latents; each has one value, or one per channel."""
 
-    scaling: float
-    shift: float
+    scaling: tuple[float, ...]
+    shift: tuple[float, ...]
 
     @torch.no_grad()
     def sample(self, moments_NCHW: Tensor, batch: Batch, index: int) -> Tensor:
@@ -40,12 +41,20 @@ class Posterior:
         posterior = DiagonalGaussianDistribution(moments_NCHW)
         noise = to_device(draw(batch, posterior.mean.shape[1:], index), moments_NCHW.device)
         sample: Tensor = posterior.mean + posterior.std * noise.to(moments_NCHW)
-        return (sample - self.shift) * self.scaling
+        return (sample - per_channel(self.shift, sample)) * per_channel(self.scaling, sample)
 
 
 def posterior_of(config: dict[str, Any]) -> Posterior:
-    """Return the posterior of an AutoencoderKL's configuration."""
-    return Posterior(config["scaling_factor"], config["shift_factor"] or 0.0)
+    """Return the posterior of a VAE's configuration."""
+    return Posterior(*scale_of(config))
+
+
+def per_channel(values: tuple[float, ...], latents_NCHW: Tensor) -> Tensor | float:
+    """Return a value, or one per channel [C, 1, 1], to combine with latents."""
+    if len(values) == 1:
+        return values[0]
+    device, dtype = latents_NCHW.device, latents_NCHW.dtype
+    return constant(torch.tensor, values, device=device, dtype=dtype).view(-1, 1, 1)
 
 
 def draw(batch: Batch, shape: tuple[int, ...], index: int) -> Tensor:

@@ -1,6 +1,7 @@
-"""Replacements of diffusers' attention processors, which attend as in `attention`.
+"""Replacements of diffusers' attention, which attend as in `attention`.
 
-The layers themselves are unchanged.
+The layers themselves are unchanged: their processors are replaced or, in a model that runs whole,
+PyTorch's function that they call.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from disttrain_cli.models.attention import Segments, attend, equal_segments
 
@@ -22,17 +25,55 @@ def with_own_attention(layer: nn.Module) -> nn.Module:
     )
     from diffusers.models.transformers.transformer_flux import FluxAttention, FluxAttnProcessor
     from diffusers.models.transformers.transformer_lumina2 import Lumina2AttnProcessor2_0
+    from diffusers.models.transformers.transformer_qwenimage import QwenDoubleStreamAttnProcessor2_0
 
     ours = {
         AttnProcessor2_0: _Processor,
         JointAttnProcessor2_0: _JointProcessor,
         FluxAttnProcessor: _TurningProcessor,
         Lumina2AttnProcessor2_0: _TurningProcessor,
+        QwenDoubleStreamAttnProcessor2_0: _TurningProcessor,
     }
     for part in layer.modules():
         if isinstance(part, (Attention, FluxAttention)):
             part.set_processor(ours[type(part.processor)]())
     return layer
+
+
+class OwnAttention(TorchFunctionMode):
+    """Replaces `scaled_dot_product_attention` in a library's forward.
+
+    Each item's rows [N, H, L, D] attend to all of its rows, or to all of another tensor's: a mask
+    of booleans is that of the conditioning, of which no token is padding.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is functional.scaled_dot_product_attention:
+            return _all_to_all(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _all_to_all(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    masked = attn_mask is not None and attn_mask.dtype != torch.bool
+    assert not (masked or dropout_p or is_causal or scale is not None), "attention of another kind"
+    if query.ndim == 3:  # of one head
+        return _all_to_all(query[:, None], key[:, None], value[:, None]).squeeze(1)
+    heads = query.shape[1]
+    query, key, value = (one.transpose(1, 2) for one in (query, key, value))
+    to = equal_segments(*key.shape[:2], key.device)
+    return _attended(query, key, value, to).unflatten(-1, (heads, -1)).transpose(1, 2)
 
 
 class _Processor:
@@ -98,7 +139,7 @@ class _JointProcessor:
 
 
 class _TurningProcessor:
-    """Replacement of diffusers' FluxAttnProcessor and Lumina2AttnProcessor2_0.
+    """Replacement of diffusers' processors of Flux, Lumina 2 and Qwen-Image.
 
     As `_JointProcessor`, but the others come first, and queries and keys are rotated by position.
     """
@@ -110,10 +151,12 @@ class _TurningProcessor:
         encoder_hidden_states: Tensor | None = None,
         attention_mask: None = None,
         image_rotary_emb: tuple[Tensor, Tensor] | None = None,
+        encoder_hidden_states_mask: None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         from diffusers.models.embeddings import apply_rotary_emb
 
-        assert attention_mask is None and image_rotary_emb is not None
+        assert attention_mask is None and encoder_hidden_states_mask is None
+        assert image_rotary_emb is not None
         a, rows = attention, _own_heads(attention, hidden)
         others = None if a.added_kv_proj_dim is None else encoder_hidden_states
         if others is not None:

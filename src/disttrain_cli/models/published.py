@@ -23,6 +23,7 @@ from torch import Tensor
 
 from disttrain_cli.errors import SpecError
 from disttrain_cli.models.architectures import architectures
+from disttrain_cli.models.configs.vaes import CLASS, VAES
 from disttrain_cli.models.conversion import Conversion, Conversions
 from disttrain_cli.spec.files import parse_json
 from disttrain_cli.spec.hub import fetch_weights
@@ -33,8 +34,6 @@ SINGLE = ("model.safetensors", "diffusion_pytorch_model.safetensors")
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.bin.index.json")
 
 POINTER = b"version https://git-lfs"  # first bytes of a pointer file
-
-_VAE = "diffusers:AutoencoderKL"
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -204,7 +203,7 @@ def published_class(architecture: str) -> Any:
         SpecError: the installed transformers has no such model.
     """
     entry = architectures().get(architecture)
-    path = _VAE if architecture == "vae" else entry.published if entry else None
+    path = f"diffusers:{architecture}" if architecture in VAES else entry and entry.published
     if path is not None:
         module, _, name = path.partition(":")
         return getattr(import_module(module), name)
@@ -229,9 +228,9 @@ def published_class(architecture: str) -> Any:
 def on_meta(architecture: str, config: Any) -> Any:
     """Return a published model without memory for its weights.
 
-    diffusers' classes take a dict of arguments.
+    diffusers' classes take a dict of arguments, which of a "vae" names its class.
     """
-    made = published_class(architecture)
+    made = published_class(config[CLASS] if architecture == "vae" else architecture)
     with torch.device("meta"):
         if isinstance(config, dict):
             return made(**config)

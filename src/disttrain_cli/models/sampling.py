@@ -45,7 +45,7 @@ def generate(
     state: dict[str, Tensor] = {}
     for layer in layers[: split + 1]:  # up to and including the generator's projector
         state.update(layer(state, batch))
-    start, *inner, out = layers[split + 1 :]
+    start, inner, out = layers[split + 1], layers[split + 2 : -1], layers[-1]  # or one is both
     assert isinstance(start, Start) and isinstance(out, Finish)
 
     canvas, device = start.canvas, state["conditioning"].device

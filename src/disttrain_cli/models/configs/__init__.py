@@ -5,6 +5,6 @@ named. `models.architectures` maps each architecture to its reader.
 """
 
 from disttrain_cli.models.configs.checks import ModuleConfig, refused
-from disttrain_cli.models.configs.generators import known_fields, latent_side
+from disttrain_cli.models.configs.generators import known_fields
 
-__all__ = ["ModuleConfig", "known_fields", "latent_side", "refused"]
+__all__ = ["ModuleConfig", "known_fields", "refused"]

@@ -6,11 +6,18 @@ from typing import Any
 
 from disttrain_cli.errors import SpecError
 from disttrain_cli.models.configs.checks import wrong_field
+from disttrain_cli.models.configs.library_generators import FAMILIES
 from disttrain_cli.spec.buckets import Buckets
 from disttrain_cli.spec.runfile.model import ModuleSpec
 
 #: Architectures that support images of any size, and the field that limits their patches per side.
-BUCKETED = {"sd3": "pos_embed_max_size", "flux": None, "lumina2": "axes_lens"}
+BUCKETED = {
+    "sd3": "pos_embed_max_size",
+    "flux": None,
+    "lumina2": "axes_lens",
+    "qwen_image": None,
+    **{name: "axes_lens" if name == "z_image" else None for name in FAMILIES},
+}
 
 
 def read_buckets(

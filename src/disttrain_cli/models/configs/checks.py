@@ -6,6 +6,7 @@ import difflib
 import inspect
 import math
 import re
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -26,16 +27,20 @@ class ModuleConfig:
     architecture: str
     # transformers' configuration; for generators a dict of all arguments of diffusers' class
     config: Any
-    vae: dict[str, Any] | None = None  # all arguments of the generator's AutoencoderKL
+    vae: dict[str, Any] | None = None  # all arguments of the generator's VAE, and its class
     noise: Noise | None = None  # noise schedule of a generator
     lora: Lora | None = None  # adapters
     buckets: Buckets | None = None  # sizes of a generator's images, if they differ
 
 
 def refused(name: str, architecture: str, error: Exception, section: str = "config") -> SpecError:
-    """Convert a library class's error about a module's configuration to a SpecError."""
+    """Convert a library class's error about a module's configuration to a SpecError.
+
+    An assertion without words is quoted.
+    """
+    said = str(error) or str(traceback.extract_tb(error.__traceback__)[-1].line)
     return SpecError(
-        f"model.modules.{name}.{section} does not fit {architecture}", " ".join(str(error).split())
+        f"model.modules.{name}.{section} does not fit {architecture}", " ".join(said.split())
     )
 
 
@@ -62,6 +67,14 @@ def refuse_unknown(
             near = difflib.get_close_matches(field, fields, n=3) or sorted(fields)
             what = f"model.modules.{name}.{section}.{field}: unknown field of {architecture}"
             raise SpecError(what, f"known: {', '.join(near)}")
+
+
+def refuse_missing(name: str, config: Mapping[str, Any], section: str) -> None:
+    """Raise SpecError for the first argument of a diffusers class that lacks a value."""
+    for field, value in config.items():
+        if value is inspect.Parameter.empty:
+            what = f"model.modules.{name}.{section}.{field} is missing"
+            raise SpecError(what, "its class has no default", "Give it in the run file.")
 
 
 #: Upper limits of numbers in a configuration: consecutive blocks, ids and positions, all other
@@ -100,6 +113,19 @@ def numbers_in(value: Any) -> Iterator[int | float]:
         )
     elif isinstance(value, (int, float)) and not isinstance(value, bool):
         yield value
+
+
+def arguments_of(made: type) -> dict[str, Any]:
+    """Return the arguments of a diffusers class, with their defaults."""
+    arguments = inspect.signature(made).parameters
+    return {name: argument.default for name, argument in arguments.items()}
+
+
+def check_counts(name: str, config: Mapping[str, Any], section: str) -> None:
+    """Raise SpecError for values that diffusers builds silently and cannot compute."""
+    for field in ("layers_per_block", "norm_num_groups"):
+        if any(value < 1 for value in numbers_in(config.get(field))):
+            raise wrong(name, field, config[field], "1 or more", section)
 
 
 def refuse_dropout(name: str, field: str, value: float | None) -> None:

@@ -1,13 +1,13 @@
-"""Checks of diffusers' U-Net and of the VAE of all generators.
+"""Checks of diffusers' U-Net, and what is common to all generators.
 
-Checks of transformer generators are in `transformers`.
+Checks of transformer generators are in `transformers` and `library_generators`, of their VAEs in
+`vaes`.
 """
 
 from __future__ import annotations
 
-import inspect
-import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -15,21 +15,31 @@ import torch
 from disttrain_cli.errors import SpecError
 from disttrain_cli.models.configs.checks import (
     MISTAKES,
+    arguments_of,
+    check_counts,
     check_dropout,
     check_numbers,
-    numbers_in,
+    refuse_missing,
     refuse_unknown,
     refused,
     wrong,
     wrong_field,
+)
+from disttrain_cli.models.configs.library_generators import (
+    FAMILIES,
+    check_library_generator,
+    patch_in,
 )
 from disttrain_cli.models.configs.transformers import (
     FLUX_PATCH,
     check_flux,
     check_lumina2,
     check_pixart,
+    check_qwen_image,
     check_sd3,
+    check_side,
 )
+from disttrain_cli.models.configs.vaes import CLASS, channels_field, latents_of, make_vae, vae_class
 from disttrain_cli.spec.runfile.model import ModuleSpec
 
 _UNET_BLOCKS = {
@@ -61,27 +71,41 @@ CLASSES = {
     "sd3": "SD3Transformer2DModel",
     "flux": "FluxTransformer2DModel",
     "lumina2": "Lumina2Transformer2DModel",
+    "qwen_image": "QwenImageTransformer2DModel",
+    **{name: family.model for name, family in FAMILIES.items()},
+}
+#: Architectures whose channels are those of a patch, folded together, and not those of a latent.
+_PACKED = {
+    "flux",
+    "qwen_image",
+    *(name for name, family in FAMILIES.items() if family.layout == "patches"),
 }
 
 
 def known_fields(class_name: str) -> dict[str, Any]:
     """Return the arguments of a diffusers class or an architecture, with their defaults."""
-    arguments = inspect.signature(_class_of(class_name).__init__).parameters
-    return {name: argument.default for name, argument in arguments.items() if name != "self"}
+    return arguments_of(_class_of(class_name))
 
 
 def whole_model(
-    module: str, class_name: str, config: dict[str, Any], section: str = "config"
+    module: str,
+    class_name: str,
+    config: dict[str, Any],
+    section: str = "config",
+    without: AbstractContextManager[Any] | None = None,
 ) -> Any:
     """Return a model of a diffusers class, or of an architecture's, without memory for its weights.
+
+    Args:
+        without: in which it is built; None: all its tensors are on the meta device.
 
     Raises:
         SpecError: diffusers rejects the configuration.
     """
     try:
-        with torch.device("meta"):
+        with without or torch.device("meta"):
             return _class_of(class_name)(**config)
-    except (*MISTAKES, RuntimeError) as error:
+    except (*MISTAKES, RuntimeError, AssertionError) as error:
         raise refused(module, class_name, error, section) from None
 
 
@@ -91,23 +115,18 @@ def _class_of(name: str) -> Any:
     return getattr(diffusers, CLASSES.get(name, name))
 
 
-def latent_side(vae: dict[str, Any], image_size: int) -> int:
-    """Return the side of a square image's latents.
-
-    Every block of the encoder but the last halves it.
-    """
-    return int(image_size // 2 ** (len(vae["block_out_channels"]) - 1))
-
-
 def denoised(vae: dict[str, Any] | None, image_size: int) -> tuple[int, int]:
     """Return channels and side of the denoised tensor: square images, or their latents."""
-    return (
-        (3, image_size) if vae is None else (vae["latent_channels"], latent_side(vae, image_size))
-    )
+    if vae is None:
+        return 3, image_size
+    channels, factor = latents_of(vae)
+    return channels, image_size // factor
 
 
 def patch_of(architecture: str, config: Any) -> int:
     """Return the side of a patch of the denoised tensor; 1 for a generator without patches."""
+    if architecture in FAMILIES:
+        return patch_in(FAMILIES[architecture], config)
     own = config.get("patch_size") if isinstance(config, dict) else None
     return int(FLUX_PATCH if architecture == "flux" else own or 1)
 
@@ -184,11 +203,33 @@ def read_lumina2(
     return config, vae
 
 
-def with_folder(spec: ModuleSpec, fields: dict[str, Any]) -> ModuleSpec:
+def read_qwen_image(
+    name: str, architecture: str, spec: ModuleSpec, fields: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """Return all arguments of Qwen-Image's transformer and of its VAE, as `read_unet` does."""
+    return _read(name, architecture, spec, fields, check_qwen_image)
+
+
+def read_library_generator(
+    name: str, architecture: str, spec: ModuleSpec, fields: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """Return all arguments of a transformer that runs whole and of its VAE, as `read_unet` does."""
+    family = FAMILIES[architecture]
+
+    def check(name: str, config: dict[str, Any], image_size: int, side: int) -> None:
+        check_library_generator(name, family, config, spec, side)
+        check_side(name, image_size, side, patch_in(family, config))
+
+    return _read(name, architecture, spec, fields, check)
+
+
+def with_folder(name: str, spec: ModuleSpec, fields: dict[str, Any]) -> ModuleSpec:
     """Return the spec with a folder's VAE fields (`config.json`), overridden by the run file's."""
-    known = known_fields("AutoencoderKL")
+    fields = fields | (spec.vae or {})
+    known = {CLASS, *known_fields(vae_class(name, fields))}
+    own = set(spec.vae or {})
     return spec.model_copy(
-        update={"vae": {k: v for k, v in fields.items() if k in known} | (spec.vae or {})}
+        update={"vae": {k: v for k, v in fields.items() if k in known or k in own}}
     )
 
 
@@ -203,7 +244,7 @@ def _read(
     defaults = known_fields(architecture)
     refuse_unknown(name, architecture, spec.config, defaults, "config")
     check_numbers(name, fields | spec.config)
-    vae = None if spec.vae is None else _make_vae(name, spec.vae, spec.image_size)
+    vae = None if spec.vae is None else make_vae(name, spec.vae, spec.image_size)
     channels, side = denoised(vae, spec.image_size)
     if spec.config.get("sample_size") not in (None, side):
         allowed = (
@@ -214,81 +255,35 @@ def _read(
         raise wrong(name, "sample_size", spec.config["sample_size"], allowed)
     given = {**fields, **spec.config}
     config = {**defaults, **{k: v for k, v in given.items() if k in defaults}}
+    refuse_missing(name, config, "config")
     config |= {"sample_size": side} if "sample_size" in defaults else {}
     check_dropout(name, "dropout", config.get("dropout", 0.0))
-    why = "RGB images are denoised" if vae is None else "vae.latent_channels"
-    if architecture == "lumina2":
-        config["out_channels"] = config["out_channels"] or config["in_channels"]
-    if architecture == "flux":
-        channels, why = channels * FLUX_PATCH**2, f"{FLUX_PATCH**2} times {channels}, {why}"
-        config["out_channels"] = config["out_channels"] or config["in_channels"]
-    _check_channels(name, config, channels, why, variance=architecture == "pixart")
+    why = "RGB images are denoised" if vae is None else f"vae.{channels_field(vae)}"
+    _check_channels(name, architecture, config, channels, why)
     check(name, config, spec.image_size, side)
     return config, vae
 
 
 def _check_channels(
-    name: str, config: dict[str, Any], channels: int, why: str, variance: bool
+    name: str, architecture: str, config: dict[str, Any], channels: int, why: str
 ) -> None:
+    """Raise SpecError for other channels than the denoised tensor's; complete `out_channels`."""
+    single = channels
+    if architecture in _PACKED and (pixels := patch_of(architecture, config) ** 2) > 1:
+        channels, why = channels * pixels, f"{pixels} times {channels}, {why}"
     if config["in_channels"] != channels:
         raise wrong(name, "in_channels", config["in_channels"], f"{channels}: {why}")
+    variance = architecture == "pixart"
+    if architecture == "qwen_image":  # its outputs are counted before they are folded
+        channels, why = single, "those of a latent, before they are folded into patches"
+    elif architecture not in ("unet2d_condition", "pixart") and not config.get("out_channels"):
+        if "out_channels" in config:
+            config["out_channels"] = channels
+        return
     out = config["out_channels"]
     if out != channels and not (variance and out in (2 * channels, None)):
         twice = f", or {2 * channels} with a variance" if variance else ""
         raise wrong(name, "out_channels", out, f"{channels}: {why}{twice}")
-
-
-def _make_vae(name: str, fields: dict[str, Any], image_size: int) -> dict[str, Any]:
-    refuse_unknown(name, "AutoencoderKL", fields, known_fields("AutoencoderKL"), "vae")
-    check_numbers(name, fields, "vae")
-    config = {**known_fields("AutoencoderKL"), **fields}
-    for field in ("in_channels", "out_channels"):
-        if config[field] != 3:
-            raise wrong(name, field, config[field], "3: RGB images are encoded", "vae")
-    for field in ("latents_mean", "latents_std"):
-        if config[field] is not None:
-            raise wrong(
-                name, field, config[field], "nothing: latents are scaled by scaling_factor", "vae"
-            )
-    _check_counts(name, config, "vae")
-    if not isinstance(config["latent_channels"], int) or config["latent_channels"] < 1:
-        raise wrong(name, "latent_channels", config["latent_channels"], "1 or more", "vae")
-    scaling, shift = config["scaling_factor"], config["shift_factor"]
-    if not isinstance(scaling, (int, float)) or not 0.0 < scaling < math.inf:
-        raise wrong(name, "scaling_factor", scaling, "a positive number", "vae")
-    if shift is not None and (not isinstance(shift, (int, float)) or not math.isfinite(shift)):
-        raise wrong(name, "shift_factor", shift, "a number, or nothing", "vae")
-    for field, block in {
-        "down_block_types": "DownEncoderBlock2D",
-        "up_block_types": "UpDecoderBlock2D",
-    }.items():
-        given = config[field]
-        if (
-            not isinstance(given, (list, tuple))
-            or not given
-            or any(part != block for part in given)
-        ):
-            raise wrong(name, field, given, f"a list of {block}", "vae")
-    depth = len(config["down_block_types"])
-    for field in ("block_out_channels", "up_block_types"):
-        if not isinstance(config[field], (list, tuple)) or len(config[field]) != depth:
-            raise wrong(
-                name, field, config[field], f"{depth}, one for each of down_block_types", "vae"
-            )
-    factor = 2 ** (depth - 1)
-    if image_size % factor:
-        what = f"model.modules.{name}.image_size does not fit the VAE's down-sampling"
-        raise SpecError(
-            what, f"given: {image_size}; allowed: multiples of {factor} ({depth} blocks)"
-        )
-    return config
-
-
-def _check_counts(name: str, config: dict[str, Any], section: str) -> None:
-    """Raise SpecError for values that diffusers builds silently and cannot compute."""
-    for field in ("layers_per_block", "norm_num_groups"):
-        if any(value < 1 for value in numbers_in(config[field])):
-            raise wrong(name, field, config[field], "1 or more", section)
 
 
 def _check_unet(name: str, config: dict[str, Any], image_size: int, side: int) -> None:
@@ -302,7 +297,7 @@ def _check_unet(name: str, config: dict[str, Any], image_size: int, side: int) -
     for field, only in {"time_embedding_type": "positional", "attention_type": "default"}.items():
         if config[field] != only:
             raise wrong(name, field, config[field], only)
-    _check_counts(name, config, "config")
+    check_counts(name, config, "config")
     if not isinstance(config["cross_attention_dim"], int):
         raise wrong(
             name, "cross_attention_dim", config["cross_attention_dim"], "one number for all blocks"

@@ -12,11 +12,12 @@ from pydantic import ValidationError
 from disttrain_cli.errors import SpecError
 from disttrain_cli.models.configs.checks import wrong
 from disttrain_cli.models.configs.generators import known_fields
+from disttrain_cli.models.configs.library_generators import FAMILIES
 from disttrain_cli.models.noise import Dynamic, Noise, TimeShift
 from disttrain_cli.spec.runfile.model import ModuleSpec, NoiseSpec
 
 #: Architectures that are published as rectified flows, and the class of their scheduler.
-FLOWS = ("sd3", "flux", "lumina2")
+FLOWS = ("sd3", "flux", "lumina2", "qwen_image", *FAMILIES)
 FLOW_SCHEDULER = "FlowMatchEulerDiscreteScheduler"
 #: Supported diffusers schedulers: of rectified flows, and of diffusion with betas. The latter
 #: differ only in sampling: diffusers trains all of them as DDPMScheduler, too.
@@ -54,6 +55,7 @@ _BETAS = ("betas", "beta_start", "beta_end")
 FLOW_FIELDS = (
     "num_train_timesteps",
     "shift",
+    "shift_terminal",
     "use_dynamic_shifting",
     *(field.name for field in dataclasses.fields(Dynamic)),
 )
@@ -69,7 +71,6 @@ DIFFUSION_FIELDS = (
 #: Fields that alter training in unsupported ways, and their values that leave it unchanged.
 FLOW_PLAIN: dict[str, tuple[Any, ...]] = {
     "invert_sigmas": (False, None),
-    "shift_terminal": (False, None),
     "stochastic_sampling": (False, None),
     "use_beta_sigmas": (False, None),
     "use_exponential_sigmas": (False, None),
@@ -126,6 +127,7 @@ def read_noise(
     Raises:
         SpecError: the schedule is not supported, or belongs to another family of models.
     """
+    fields = _flow_of(name, fields)
     published = str(fields.get("_class_name", ""))
     flow = published in FLOW_SCHEDULERS
     if architecture in FLOWS and fields and published != FLOW_SCHEDULER:
@@ -148,6 +150,10 @@ def read_noise(
     plain = checked.model_dump(exclude_none=True)
     if plain.get("shift") == "resolution":
         plain["dynamic"], plain["shift"] = _dynamic(name, fields, tokens)
+    if flow and (terminal := fields.get("shift_terminal")):
+        if not isinstance(terminal, (int, float)) or not 0 < terminal < 1:
+            raise _refused(name, "shift_terminal", terminal, "between 0 and 1, or nothing")
+        plain["terminal"] = terminal
     if checked.prediction != "flow":
         plain |= _adjusted_betas(name, fields, own, plain.get("timesteps", Noise.timesteps))
     noise = Noise(**plain)
@@ -210,6 +216,25 @@ def _completed(name: str, fields: Mapping[str, Any]) -> dict[str, Any]:
     return complete
 
 
+def _flow_of(name: str, fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a flow's fields for those of a solver that draws flows, as Wan's and Sana's do.
+
+    Solvers differ in sampling only; a flow is drawn by Euler's steps here.
+
+    Raises:
+        SpecError: a field alters training in an unsupported way.
+    """
+    solves_flows = fields.get("use_flow_sigmas") is True
+    if not solves_flows or fields.get("prediction_type") != "flow_prediction":
+        return fields
+    complete = _completed(name, {**fields, "use_flow_sigmas": False})
+    return {
+        "_class_name": FLOW_SCHEDULER,
+        "num_train_timesteps": complete["num_train_timesteps"],
+        "shift": complete.get("flow_shift") or 1.0,
+    }
+
+
 def published_schedule(
     name: str, spec: ModuleSpec, fields: Mapping[str, Any], sampler: Mapping[str, Any]
 ) -> dict[str, Any] | None:
@@ -220,14 +245,15 @@ def published_schedule(
     Args:
         sampler: configuration of the scheduler used for sampling (`Noise.sampler`).
     """
-    complete = _completed(name, fields)
+    as_flow = _flow_of(name, fields)
+    complete = _completed(name, as_flow)
     if not complete:
         return None
     flow = complete.get("_class_name") in FLOW_SCHEDULERS
     trained = FLOW_FIELDS if flow else DIFFUSION_FIELDS
     if spec.noise is None:
         return dict(fields)
-    if flow != ("shift" in sampler):
+    if flow != ("shift" in sampler) or as_flow is not fields:
         return None
     dynamic = sampler.get("use_dynamic_shifting")  # then a numeric shift is not read
     changed = {

@@ -1,4 +1,4 @@
-"""Checks of the transformer generators: diffusers' PixArt, SD3, Flux and Lumina 2."""
+"""Checks of the transformer generators: diffusers' PixArt, SD3, Flux, Lumina 2, Qwen-Image."""
 
 from __future__ import annotations
 
@@ -67,7 +67,17 @@ def check_flux(name: str, config: dict[str, Any], image_size: int, side: int) ->
         _check_positive(name, config, field)
     if config["patch_size"] != 1:
         raise wrong(name, "patch_size", config["patch_size"], "1: its patches are its channels")
-    _check_side(name, image_size, side, FLUX_PATCH)
+    check_side(name, image_size, side, FLUX_PATCH)
+    head = config["attention_head_dim"]
+    _check_axes(name, config, "axes_dims_rope", head, "attention_head_dim")
+
+
+def check_qwen_image(name: str, config: dict[str, Any], image_size: int, side: int) -> None:
+    _check_transformer(name, config, image_size, side, multiple=2)
+    _check_positive(name, config, "joint_attention_dim")
+    for field in ("guidance_embeds", "zero_cond_t", "use_additional_t_cond", "use_layer3d_rope"):
+        if config[field]:
+            raise wrong(name, field, config[field], "false: no picture to edit is given")
     head = config["attention_head_dim"]
     _check_axes(name, config, "axes_dims_rope", head, "attention_head_dim")
 
@@ -120,10 +130,10 @@ def _check_transformer(
 
 def _check_patches(name: str, config: dict[str, Any], image_size: int, side: int) -> None:
     _check_positive(name, config, "patch_size")
-    _check_side(name, image_size, side, config["patch_size"])
+    check_side(name, image_size, side, config["patch_size"])
 
 
-def _check_side(name: str, image_size: int, side: int, patch: int) -> None:
+def check_side(name: str, image_size: int, side: int, patch: int) -> None:
     """Raise SpecError if patches do not divide the side of the denoised tensor."""
     if side % patch:
         per_latent = image_size // side

@@ -105,7 +105,9 @@ class ModuleSpec(Strict):
             "Architecture by name, as in the model_type of a config.json: vit, clip_vision_model,"
             " siglip_vision_model, internvl_vision, idefics3_vision, smolvlm_vision,"
             " qwen2_5_vl_vision, qwen3_vl_vision, whisper; llama, mistral, qwen2, qwen3,"
-            " qwen2_5_vl_text, qwen3_vl_text; unet2d_condition, pixart, sd3, flux, lumina2."
+            " qwen2_5_vl_text, qwen3_vl_text; unet2d_condition, pixart, sd3, flux, lumina2,"
+            " qwen_image, and whole flux2, z_image, wan, skyreels_v2, chroma, ovis_image,"
+            " longcat_image, hunyuan_image, sana, prx."
         ),
     )
     folder: str | None = Field(
@@ -158,10 +160,10 @@ class ModuleSpec(Strict):
         None,
         min_length=1,
         description=(
-            "Generators (sd3, flux, lumina2): sizes [width, height] in pixels of training images,"
-            " of about equal area, instead of squares of image_size: each image uses the size with"
-            " the nearest aspect ratio, resized and cropped. Sampled images are still squares of"
-            " image_size."
+            "Generators (all but unet2d_condition and pixart): sizes [width, height] in pixels of"
+            " training images, of about equal area, instead of squares of image_size: each image"
+            " uses the size with the nearest aspect ratio, resized and cropped. Sampled images are"
+            " still squares of image_size."
         ),
     )
     context_tokens: int = Field(
@@ -173,15 +175,16 @@ class ModuleSpec(Strict):
     vae: dict[str, Any] | None = Field(
         None,
         description=(
-            "Generators: fields of diffusers' AutoencoderKL, in whose latent space images are"
-            " denoised; it is frozen and encodes target images on the generator's first stage."
+            "Generators: fields of the VAE in whose latent space images are denoised, and as"
+            " _class_name its class in diffusers (AutoencoderKL if there is none); it is frozen and"
+            " encodes target images on the generator's first stage."
         ),
     )
     vae_folder: str | None = Field(
         None,
         description=(
-            "Generators: local folder of a diffusers AutoencoderKL with its weights; fields of vae"
-            " override those of its config.json."
+            "Generators: local folder of a diffusers VAE with its weights; fields of vae override"
+            " those of its config.json."
         ),
     )
     noise: NoiseSpec | None = Field(
