@@ -9,7 +9,7 @@ that is a token of a trained text, or EOS of a sample whose last text is trained
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -86,6 +86,19 @@ class SequencePlan:
             return [self._run(segment) for segment in parts.tolist()]
         return [own.moved(first) for own in placed]
 
+    def _fixed(self) -> Iterator[tuple[int, Ints]]:
+        """Yield the first token of every item with tokens between its rows, and all their ids.
+
+        Rows have negative ids.
+        """
+        for item, kind in KINDS.items():
+            head = next(iter(self.inputs.of(item)), None)
+            if head is None or not head.packed:
+                continue
+            for at in np.flatnonzero(self.kinds == kind).tolist():
+                ids = head.ids(self.index.numbers_of(int(self.segments[at])))
+                yield int(self.segment_at[at]), np.array(ids, dtype=np.int64)
+
     def layout(self) -> tuple[Ints, Ints]:
         """Return (positions [L], or [3, L] with M-RoPE, documents [L]).
 
@@ -153,6 +166,9 @@ class SequencePlan:
             for places, film in zip(self.rows(kind), films, strict=True):
                 read = tokenizer.video if film else tokenizer.image
                 ids[places.seen] = tokenizer.context if item == "target" else read
+        for first, own in self._fixed():
+            fixed = ids[first : first + len(own)]
+            fixed[own >= 0] = own[own >= 0]
         texts = [text for row in self.samples.tolist() for text in read_texts(row)]
         for segment, text in zip(np.flatnonzero(self.kinds == TEXT), texts, strict=True):
             first = self.segment_at[segment]

@@ -20,6 +20,7 @@ from disttrain_cli.models import (
     flux,
     idefics3_vision,
     internvl_vision,
+    library_tower,
     lumina2,
     pixart,
     qwen3_vision,
@@ -311,6 +312,15 @@ _OWN: dict[str, Architecture] = {
         partial(_merging, qwen3_vision.makers),
         partial(_merging_input, HALVES),
         projectors=("mlp", "none"),
+    ),
+    "library_tower": Architecture(
+        "encoder",
+        "image",
+        "transformers:PreTrainedModel",
+        library_tower.read,
+        library_tower.makers,
+        library_tower.images_of,
+        projectors=("none",),
     ),
     "whisper": Architecture(
         "encoder",

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from disttrain_cli.errors import SpecError
 from disttrain_cli.models.architectures import ARCHITECTURES
-from disttrain_cli.spec.families.table import FAMILIES
+from disttrain_cli.spec.families.folder import family_of
 from disttrain_cli.spec.files import parse_json
 from disttrain_cli.spec.hub import fetch_weights
 
@@ -166,8 +166,8 @@ def published_class(architecture: str) -> Any:
     """Return the library class that saves and loads an architecture or a whole model."""
     if architecture == "vae":
         path = _VAE
-    elif architecture in FAMILIES:
-        path = FAMILIES[architecture].published
+    elif (family := family_of(architecture)) is not None:
+        path = family.published
     else:
         path = ARCHITECTURES[architecture].published
     module, _, name = path.partition(":")

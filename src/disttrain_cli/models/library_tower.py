@@ -1,0 +1,432 @@
+"""Vision tower and projector of any image-text family as one layer, as the library has them.
+
+Their rows come from the library's `get_image_features`. What the whole model does with these rows
+is recorded once, from its own forward with stand-ins for LLM and tower (`Glue`): a family whose
+rows are anything but the input of the LLM at the places of its image tokens is refused by name.
+
+The layer holds all of the model's base class but the LLM. Its buffers are computed for real though
+its weights are built on the meta device, and are no state: a cast to bf16 would degrade them.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import json
+import re
+from collections.abc import Iterator, Mapping
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from disttrain_cli.errors import SpecError
+from disttrain_cli.models.architecture import Joined
+from disttrain_cli.models.building import LayerMaker
+from disttrain_cli.models.configs.checks import MISTAKES, ModuleConfig, check_numbers, wrong_field
+from disttrain_cli.models.host import to_device
+from disttrain_cli.models.layer import Batch, TensorSpec
+from disttrain_cli.models.parallel import split
+from disttrain_cli.models.towers import EMBEDS, ImageLayer
+from disttrain_cli.spec.library_images import LibraryImages
+from disttrain_cli.spec.library_processor import SIZE, digest_of, library_processor
+from disttrain_cli.spec.runfile import Run
+from disttrain_cli.spec.runfile.model import PROJECTORS, ModuleSpec
+
+FEATURES = "get_image_features"
+#: Names of the LLM and of vision models in base classes.
+LLMS = ("language_model", "text_model")
+DROPOUT = re.compile(r"drop(out|_path)")
+#: Arguments of an LLM that mean nothing without a cache, or only select outputs.
+IGNORED = (
+    *("past_key_values", "use_cache", "cache_position", "return_dict", "input_ids"),
+    *("output_attentions", "output_hidden_states", "logits_to_keep"),
+)
+STEP = (
+    "Train another model, or its modules by their own folders (model.modules) if their"
+    " architectures are known."
+)
+
+
+class _EmptyOnMeta(TorchFunctionMode):
+    """Weights, which classes allocate by `torch.empty`, take no memory; all else is computed."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if function is torch.empty:
+            kwargs["device"] = "meta"
+        return function(*args, **kwargs)
+
+
+class Whole(NamedTuple):
+    """Class instance of a whole model without memory for weights, and its base model."""
+
+    model: Any
+    base: Any
+    llm: str  # name of the LLM in the base model
+
+
+def whole_model(config: Any) -> Whole:
+    """Return a whole model with buffers but without weights.
+
+    Raises:
+        SpecError: its class does not have the form of a tower before an LLM.
+    """
+    return copy.deepcopy(_whole(config.model_type, config.to_json_string(use_diff=False)))
+
+
+@lru_cache(maxsize=4)
+def _whole(model_type: str, fields: str) -> Whole:
+    from transformers import CONFIG_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    from transformers.initialization import no_init_weights
+
+    config = CONFIG_MAPPING[model_type].from_dict(json.loads(fields))
+    made = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
+    try:
+        with torch.device("cpu"), _EmptyOnMeta(), no_init_weights():
+            model = made(config)
+    except (ImportError, *MISTAKES) as error:
+        raise refused(model_type, " ".join(str(error).split())) from None
+    base = getattr(model, "model", None)
+    llm = next((name for name in LLMS if isinstance(getattr(base, name, None), nn.Module)), None)
+    if base is None or llm is None:
+        raise refused(model_type, f"{made.__name__} is no decoder after a tower")
+    if not hasattr(base, FEATURES):
+        raise refused(model_type, f"{type(base).__name__} has no {FEATURES}")
+    if model.config.is_encoder_decoder:
+        raise refused(model_type, f"{made.__name__} is an encoder-decoder")
+    return Whole(model, base, llm)
+
+
+def refused(model_type: str, why: str) -> SpecError:
+    """Return the error about a family that is not trained as a whole."""
+    return SpecError(f"model.folder: the family {model_type} cannot be trained exactly", why, STEP)
+
+
+class Glue(NamedTuple):
+    """Arguments of `get_image_features` in the library's own forward."""
+
+    inputs: tuple[tuple[str, str], ...]  # its argument, output of the processor
+    constants: Mapping[str, Any]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Outputs of the processor that it reads."""
+        return tuple(dict.fromkeys(name for _, name in self.inputs))
+
+
+class _ReachedError(Exception):
+    """The LLM of a whole model was called, with these arguments."""
+
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.arguments = arguments
+
+
+class _Table(nn.Module):
+    """Embeddings that tell ids apart, of any vocabulary."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1, width), requires_grad=False)
+        self.embedding_dim = width
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return -1.0 - ids[..., None].float().expand(*ids.shape, self.embedding_dim)
+
+
+class _Llm(nn.Module):
+    """Stand-in for an LLM."""
+
+    def __init__(self, llm: Any, width: int) -> None:
+        super().__init__()
+        self.config, self.embed_tokens = llm.config, _Table(width)
+        self.names = tuple(inspect.signature(llm.forward).parameters)
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embed_tokens
+
+    def forward(self, *args: Any, **kwargs: Any) -> None:
+        raise _ReachedError(dict(zip(self.names, args, strict=False)) | kwargs)
+
+
+def glue_of(config: Any, given: Mapping[str, Tensor], image_token: int) -> Glue:
+    """Return how a whole model's forward calls `get_image_features`.
+
+    Args:
+        given: all outputs of its processor for a text with one image.
+
+    Raises:
+        SpecError: it does anything else with the rows than to make them the LLM's input.
+    """
+    whole, kind = whole_model(config), config.model_type
+    base, ids = whole.base, given["input_ids"][0]
+    width = config.get_text_config().hidden_size
+    stand_in = _Llm(getattr(base, whole.llm), width)
+    setattr(base, whole.llm, stand_in)
+    rows = int((ids == image_token).sum())
+    features = 1.0 + torch.arange(rows * width, dtype=torch.float32).view(rows, width)
+    calls = list[dict[str, Any]]()
+
+    def forms() -> Iterator[Any]:
+        yield (features,)
+        yield features[None]
+        yield features
+
+    why = ""
+    for form in forms():
+        calls.clear()
+        base.__dict__[FEATURES] = partial(_features, calls, form, _arguments(base))
+        try:
+            with torch.no_grad():
+                whole.model(**given)
+        except _ReachedError as reached:
+            _check_reached(kind, reached.arguments, stand_in, ids == image_token, features)
+            return _glue(kind, calls, given)
+        except Exception as error:  # other forms of the features fail in any way
+            why = why or f"{type(error).__name__}: {' '.join(str(error).split())}"
+    raise refused(kind, f"its forward does not reach the LLM: {why}")
+
+
+def _arguments(base: Any) -> tuple[str, ...]:
+    return tuple(inspect.signature(getattr(base, FEATURES)).parameters)
+
+
+def _features(
+    calls: list[dict[str, Any]], form: Any, names: tuple[str, ...], *args: Any, **kwargs: Any
+) -> Any:
+    from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+    calls.append(dict(zip(names, args, strict=False)) | kwargs)
+    return BaseModelOutputWithPooling(pooler_output=form)
+
+
+def _glue(kind: str, calls: list[dict[str, Any]], given: Mapping[str, Tensor]) -> Glue:
+    if len(calls) != 1:
+        raise refused(kind, f"its forward calls {FEATURES} {len(calls)} times")
+    inputs, constants = [], {}
+    for name, value in calls[0].items():
+        if not isinstance(value, Tensor):
+            constants[name] = value
+            continue
+        same = [other for other, own in given.items() if own is value or _equal(own, value)]
+        if not same:
+            raise refused(kind, f"its forward changes {name} before {FEATURES}")
+        inputs.append((name, name if name in same else same[0]))
+    constants.pop("return_dict", None)
+    return Glue(tuple(inputs), constants)
+
+
+def _equal(one: Any, other: Tensor) -> bool:
+    return isinstance(one, Tensor) and one.shape == other.shape and bool((one == other).all())
+
+
+def _check_reached(
+    kind: str, arguments: Mapping[str, Any], llm: _Llm, rows: Tensor, features: Tensor
+) -> None:
+    """Raise SpecError if an LLM gets anything but rows, a causal mask and counted positions."""
+    embeds, length = arguments.get("inputs_embeds"), len(rows)
+    if embeds is None or embeds.shape[:2] != (1, length):
+        raise refused(kind, "its LLM does not read the rows as embeddings of a text's tokens")
+    if not torch.equal(embeds[0, rows].float(), features):
+        raise refused(kind, "its forward changes the tower's rows before the LLM reads them")
+    counted = torch.arange(length)
+    for name, value in arguments.items():
+        if name == "inputs_embeds" or name in IGNORED or value is None:
+            continue
+        if name == "attention_mask":
+            if not isinstance(value, Tensor) or value.ndim != 2 or not value.bool().all():
+                raise refused(kind, "its image tokens attend to later ones")
+        elif name == "position_ids":
+            if value.ndim == 3:
+                raise refused(kind, "its positions are multi-dimensional (M-RoPE)")
+            if not torch.equal(value.reshape(-1), counted):
+                raise refused(kind, "the positions of its tokens are not counted from 0")
+        elif name in llm.names:
+            raise refused(kind, f"its LLM also reads {name}")
+
+
+def unfit(config: Any) -> str | None:
+    """Return why a tower's function depends on more than its images; None if it does not."""
+    vision = getattr(config, "vision_config", None)
+    fields = vision.to_dict() if vision is not None else {}
+    for name, value in fields.items():
+        if DROPOUT.search(name) and isinstance(value, (int, float)) and value:
+            return f"vision_config.{name} {value}: this dropout would depend on the layout"
+    return None
+
+
+class Tower(ImageLayer):
+    """Images → rows of embeddings for the LLM."""
+
+    kind = "tower"
+    needs = ("image",)
+
+    def __init__(self, module: str, config: Any, head: LibraryImages, glue: Glue) -> None:
+        super().__init__()
+        self.name, self.module, self.head, self.glue = f"{module}.tower", module, head, glue
+        width = config.get_text_config().hidden_size
+        self.writes = (TensorSpec(EMBEDS, "image", "tokens", (width,), split=True),)
+        whole = whole_model(config)
+        self.tower = whole.base
+        delattr(self.tower, whole.llm)
+        self.constants = _taken_buffers(self.tower)
+        for part in self.tower.modules():
+            for name, parameter in part.named_parameters(recurse=False):
+                part.register_parameter(name, nn.Parameter(parameter.detach().to("meta")))
+        names = {path.partition(".")[0] for path, _ in self.tower.named_parameters()}
+        self.published = {f"tower.{name}": name for name in sorted(names)}
+        self.vision = next(
+            (name for name in names if re.search(r"vision|visual|image_tower", name)), None
+        )
+        self._placed: torch.device | None = None
+
+    def owner_of(self, path: str) -> str:
+        own = self.vision is None or path.startswith(f"tower.{self.vision}.")
+        return self.module if own or self.adapted else PROJECTORS
+
+    def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
+        like = next(self.parameters())
+        self._place(like.device)
+        items = batch.of("image")
+        made = [
+            self._rows(values, table, like)
+            for values, table in zip(items.values[0], items.tables[0], strict=True)
+        ]
+        rows = torch.cat(made)
+        assert len(rows) == sum(count for count, _ in items.grids), "rows do not match the grids"
+        return {EMBEDS: split(rows[self.of_group(len(rows))], self.group)}
+
+    def _rows(self, values: Tensor, table: Any, like: Tensor) -> Tensor:
+        inputs = unpacked(self.head.inputs, values, table[0])
+        given = {
+            argument: inputs[name].to(like.dtype) if inputs[name].is_floating_point() else
+            to_device(inputs[name], like.device)
+            for argument, name in self.glue.inputs
+        }
+        made = getattr(self.tower, FEATURES)(**given, **self.glue.constants, return_dict=True)
+        return flat_rows(made.pooler_output)
+
+    def _place(self, device: torch.device) -> None:
+        """Move the buffers, which are no state of the layer, to a device."""
+        if self._placed == device:
+            return
+        for path, name, tensor in self.constants:
+            self.tower.get_submodule(path).__dict__[name] = tensor.to(device)
+        self._placed = device
+
+
+def flat_rows(pooled: Any) -> Tensor:
+    """Return the rows of all images, in order, from any of the forms that classes return."""
+    rows = torch.cat([flat_rows(one) for one in pooled]) if isinstance(pooled, (list, tuple)) else pooled
+    return rows.reshape(-1, rows.shape[-1])
+
+
+def unpacked(names: tuple[str, ...], values: Tensor, table: Any) -> dict[str, Tensor]:
+    """Return the inputs of an image from their packed form (`library_images.Packed`).
+
+    Integers stay on the host.
+    """
+    numbers, at, first = np.asarray(table).tolist(), 1, 0
+    flat, inputs = values.flatten(), dict[str, Tensor]()
+    for name in names:
+        floats, dimensions = numbers[at : at + 2]
+        shape = numbers[at + 2 : at + 2 + dimensions]
+        at, size = at + 2 + dimensions, int(np.prod(shape))
+        if floats:
+            inputs[name] = flat[first : first + size].view(shape)
+            first += size
+        else:
+            with torch.device("cpu"):
+                inputs[name] = torch.tensor(numbers[at : at + size]).view(shape)
+            at += size
+    return inputs
+
+
+def _taken_buffers(model: nn.Module) -> list[tuple[str, str, Tensor]]:
+    """Take the buffers out of a model: (path of their module, name, value)."""
+    taken = []
+    for path, part in model.named_modules():
+        if isinstance(part, nn.modules.batchnorm._BatchNorm):
+            raise ValueError("it normalises over a batch, which would depend on the layout")
+        for name, tensor in list(part.named_buffers(recurse=False)):
+            if name not in part._non_persistent_buffers_set and tensor.is_floating_point():
+                raise ValueError(f"the buffer {path}.{name} is a weight of the folder")
+            del part._buffers[name]
+            taken.append((path, name, tensor))
+    return taken
+
+
+def read(
+    name: str, architecture: str, spec: ModuleSpec, fields: dict[str, Any]
+) -> tuple[Any, None]:
+    """Return the configuration of a whole model, whose tower is a module.
+
+    Raises:
+        SpecError: its class does not accept it, or it cannot be trained exactly.
+    """
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import CONFIG_MAPPING
+
+    if spec.config:
+        raise wrong_field(name, "config", spec.config, "nothing: the folder's config.json is used")
+    check_numbers(name, fields)
+    kind = str(fields.get("model_type"))
+    try:
+        config = CONFIG_MAPPING[kind].from_dict(copy.deepcopy(fields))
+    except (StrictDataclassError, *MISTAKES) as error:
+        raise refused(kind, " ".join(str(error).split())) from None
+    if why := unfit(config):
+        raise refused(kind, why)
+    return config, None
+
+
+def images_of(run: Run, module: ModuleConfig) -> LibraryImages:
+    """Return the tower's requirements: images as the folder's own processor prepares them."""
+    published = run.published
+    if published is None or published.file.parent != run.resolve(
+        run.file.model.modules[module.name].folder or ""
+    ):
+        raise refused(module.config.model_type, "its tower is used only with model.folder")
+    folder = published.path
+    token = published.image_token
+    if token is None:
+        token = getattr(module.config, "image_token_id", None)
+    if not isinstance(token, int):
+        raise refused(module.config.model_type, "its config.json names no image_token_id")
+    glue = glue_from(str(folder), token, digest_of(folder), module.config)
+    return LibraryImages(
+        module=module.name,
+        folder=str(folder),
+        image_token=token,
+        inputs=glue.names,
+        digest=digest_of(folder),
+    )
+
+
+_glues: dict[tuple[str, int, str, str], Glue] = {}
+
+
+def glue_from(folder: str, token: int, digest: str, config: Any) -> Glue:
+    """Return the glue of a folder's model, recorded once per process."""
+    from pathlib import Path
+
+    key = folder, token, digest, config.to_json_string(use_diff=False)
+    if key not in _glues:
+        given = library_processor(Path(folder), token).complete(SIZE)
+        _glues[key] = glue_of(config, given, token)
+    return _glues[key]
+
+
+def makers(joined: Joined) -> list[LayerMaker]:
+    """Return the factory of the one layer."""
+    module, head = joined.module, joined.head
+    assert isinstance(head, LibraryImages)
+    glue = glue_from(head.folder, head.image_token, head.digest, module.config)
+    std = getattr(module.config.vision_config, "initializer_range", 0.02)
+    return [LayerMaker(partial(Tower, module.name, module.config, head, glue), std)]

@@ -1,0 +1,220 @@
+"""Processor of a published folder as the library runs it: inputs of an image, and the text for it.
+
+The text depends on the image's size alone, so that it is taken from a blank image while indexing.
+Classes of the installed library only: code in the folder is never run. The library, which needs
+torch for it, is imported when a processor is first used: folders of families that are known here by
+their rules do without.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Mapping, Sequence
+from functools import cache, cached_property, lru_cache
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from disttrain_cli.errors import SpecError
+from disttrain_cli.spec.cutting import Size
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Inputs = Mapping[str, NDArray[Any]]
+
+ROW = -1  # among the ids of an image: one row of the encoder's output
+SIZE: Size = (96, 64)  # of the image with which a processor is tried
+#: Outputs of a tokenizer, all others are the image's.
+OF_TEXT = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
+#: Attributes of processors that hold the text that a chat template writes for an image.
+PLACEHOLDERS = ("image_token", "boi_token")
+FILES = (
+    *("processor_config.json", "preprocessor_config.json", "tokenizer.json"),
+    *("tokenizer_config.json", "special_tokens_map.json"),
+)
+MOST = 4096  # sizes whose texts are cached
+
+
+class Spelled(NamedTuple):
+    """Tokens that replace the placeholder of an image."""
+
+    before: str  # text before the first row
+    ids: tuple[int, ...]  # from the first row to the last, `ROW` for each
+    after: str  # text after the last row
+
+    @property
+    def rows(self) -> int:
+        """Rows of the encoder's output."""
+        return self.ids.count(ROW)
+
+
+class _Recorder:
+    """The processor's tokenizer; records the text instead of tokenizing it. Safe to share."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer, self.said = tokenizer, threading.local()
+
+    def __call__(self, text: Any, **_: Any) -> Any:
+        texts = [text] if isinstance(text, str) else list(text)
+        self.said.text = texts[0]
+        ids = [[0] for _ in texts]
+        return self._tokenizer.__class__.pad(self._tokenizer, {"input_ids": ids})
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def __len__(self) -> int:
+        return len(self._tokenizer)
+
+
+class LibraryProcessor:
+    """Processor of a folder whose images' rows have the token `image_token`."""
+
+    def __init__(self, folder: Path, image_token: int) -> None:
+        """
+        Raises:
+            SpecError: the library cannot load it, or it writes images in a form that cannot be
+                mapped to rows.
+        """
+        self.folder = folder
+        self._processor = self._loaded()
+        tokenizer = getattr(self._processor, "tokenizer", None)
+        if tokenizer is None:
+            raise self._refused("it has no tokenizer")
+        self._tokenizer, self._recorder = tokenizer, _Recorder(tokenizer)
+        self._processor.tokenizer = self._recorder
+        self._processor._check_special_mm_tokens = lambda *_, **__: None  # the recorder's ids
+        self._row = tokenizer.convert_ids_to_tokens(image_token)
+        if not isinstance(self._row, str):
+            raise self._refused(f"the tokenizer has no token {image_token}, the model's image token")
+        self.spelled = lru_cache(MOST)(self._spelled)
+        self._check_several()
+
+    def inputs(self, pixels: NDArray[np.uint8]) -> Inputs:
+        """Return the model's inputs for an image [H, W, RGB].
+
+        Raises:
+            ValueError: the processor refuses the image; the message has the reason.
+        """
+        return self._said(self.placeholder, [import_module("PIL.Image").fromarray(pixels)])[1]
+
+    def blank(self, size: Size) -> Inputs:
+        """Return the model's inputs for a black image."""
+        return self._said(self.placeholder, [_blank(size)])[1]
+
+    def complete(self, size: Size) -> dict[str, Any]:
+        """Return all outputs, as the library passes them to its model, for a text of one image."""
+        self._processor.tokenizer = self._tokenizer
+        try:
+            return dict(
+                self._processor(images=[_blank(size)], text=self.placeholder, return_tensors="pt")
+            )
+        except Exception as error:
+            raise self._refused(_line(error)) from None
+        finally:
+            self._processor.tokenizer = self._recorder
+
+    @cached_property
+    def placeholder(self) -> str:
+        """Text that a chat template writes for an image, and that the processor replaces."""
+        named = [getattr(self._processor, name, None) for name in PLACEHOLDERS]
+        why = "it names none"
+        for text in dict.fromkeys([*named, self._row]):
+            if not isinstance(text, str):
+                continue
+            try:
+                said, _ = self._said(text, [_blank(SIZE)])
+            except ValueError as error:
+                why = str(error)
+                continue
+            if self._row in said:
+                return text
+        raise self._refused(f"no text is replaced by an image's rows: {why}")
+
+    def _spelled(self, size: Size) -> Spelled:
+        """Return the tokens for an image of this size; ValueError if the processor refuses it."""
+        said, _ = self._said(self.placeholder, [_blank(size)])
+        before, *inside, after = said.split(self._row)
+        if not inside and said == before:
+            raise ValueError("the processor writes no rows for an image of this size")
+        ids = [ROW]
+        for text in inside:
+            if text:
+                ids += self._tokenizer(text, add_special_tokens=False)["input_ids"]
+            ids.append(ROW)
+        return Spelled(before, tuple(ids), after)
+
+    def _said(self, text: str, images: Sequence[Any]) -> tuple[str, Inputs]:
+        """Return the text as the processor completes it, and the inputs of the images."""
+        import numpy as np
+
+        try:
+            made = self._processor(images=list(images), text=text, return_tensors="pt")
+        except Exception as error:  # classes of many authors raise anything
+            raise ValueError(f"the processor refuses it: {_line(error)}") from None
+        arrays = {
+            name: np.asarray(value)
+            for name, value in made.items()
+            if name not in OF_TEXT
+        }
+        return self._recorder.said.text, arrays
+
+    def _check_several(self) -> None:
+        """Raise SpecError unless images of a sample are prepared one by one."""
+        import numpy as np
+
+        text, image = self.placeholder, _blank(SIZE)
+        try:
+            one, alone = self._said(text, [image])
+            two, both = self._said(f"{text}\n{text}", [image, image])
+        except ValueError as error:
+            raise self._refused(f"two images in a text: {error}") from None
+        if two != f"{one}\n{one}":
+            raise self._refused("the text that it writes for an image depends on the others")
+        for name, value in alone.items():
+            flat = both[name].reshape(-1)
+            if not np.array_equal(flat, np.concatenate([value.reshape(-1)] * 2)):
+                raise self._refused(f"{name} of an image depends on the others of a sample")
+
+    def _loaded(self) -> Any:
+        try:
+            transformers = import_module("transformers")
+            return transformers.AutoProcessor.from_pretrained(
+                str(self.folder), local_files_only=True, trust_remote_code=False
+            )
+        except Exception as error:
+            raise self._refused(_line(error)) from None
+
+    def _refused(self, why: str) -> SpecError:
+        return SpecError(
+            f"{self.folder}: the processor cannot be used (model.folder)",
+            why,
+            "Download the folder again, with its processor's files, and install what is named; or"
+            " train the modules by their own folders (model.modules).",
+        )
+
+
+@cache
+def library_processor(folder: Path, image_token: int) -> LibraryProcessor:
+    """Return a folder's processor, loaded once per process."""
+    return LibraryProcessor(folder, image_token)
+
+
+def digest_of(folder: Path) -> str:
+    """Return a hash of the files that determine what a processor does."""
+    content = hashlib.sha256()
+    for name in FILES:
+        if (folder / name).is_file():
+            content.update(name.encode() + (folder / name).read_bytes())
+    return content.hexdigest()[:16]
+
+
+def _blank(size: Size) -> Any:
+    return import_module("PIL.Image").new("RGB", size)
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
