@@ -119,4 +119,4 @@ def write(folder: Path, family: str) -> tuple[Any, Any]:
     model = spread(getattr(transformers, f"{tiny.prefix}ForConditionalGeneration")(config))
     model.save_pretrained(folder)
     processor.save_pretrained(folder)
-    return model, processor
+    return model, transformers.AutoProcessor.from_pretrained(folder)

@@ -251,13 +251,18 @@ def _check_reached(
             raise refused(kind, f"its LLM also reads {name}")
 
 
-def unfit(config: Any) -> str | None:
+def unfit(tower: nn.Module) -> str | None:
     """Return why a tower's function depends on more than its images; None if it does not."""
-    vision = getattr(config, "vision_config", None)
-    fields = vision.to_dict() if vision is not None else {}
-    for name, value in fields.items():
-        if DROPOUT.search(name) and isinstance(value, (int, float)) and value:
-            return f"vision_config.{name} {value}: this dropout would depend on the layout"
+    for path, part in tower.named_modules():
+        if isinstance(part, nn.modules.batchnorm._BatchNorm):
+            return f"{path} normalises over a batch, which would depend on the layout"
+        for name, value in vars(part).items():
+            if isinstance(part, nn.Dropout) or DROPOUT.search(name):
+                if isinstance(value, float) and value:
+                    return f"{path}.{name} is {value}: this dropout would depend on the layout"
+        for name, tensor in part.named_buffers(recurse=False):
+            if name not in part._non_persistent_buffers_set and tensor.is_floating_point():
+                return f"the buffer {path}.{name} is a weight of the folder"
     return None
 
 
@@ -309,8 +314,11 @@ class Tower(ImageLayer):
             to_device(inputs[name], like.device)
             for argument, name in self.glue.inputs
         }
+        rows = int(table[0, 0])
+        if rows == 1:  # classes squeeze the rows of a batch with one row away
+            given = {name: torch.cat([value, value]) for name, value in given.items()}
         made = getattr(self.tower, FEATURES)(**given, **self.glue.constants, return_dict=True)
-        return flat_rows(made.pooler_output)
+        return flat_rows(made.pooler_output)[:rows]
 
     def _place(self, device: torch.device) -> None:
         """Move the buffers, which are no state of the layer, to a device."""
@@ -352,11 +360,7 @@ def _taken_buffers(model: nn.Module) -> list[tuple[str, str, Tensor]]:
     """Take the buffers out of a model: (path of their module, name, value)."""
     taken = []
     for path, part in model.named_modules():
-        if isinstance(part, nn.modules.batchnorm._BatchNorm):
-            raise ValueError("it normalises over a batch, which would depend on the layout")
         for name, tensor in list(part.named_buffers(recurse=False)):
-            if name not in part._non_persistent_buffers_set and tensor.is_floating_point():
-                raise ValueError(f"the buffer {path}.{name} is a weight of the folder")
             del part._buffers[name]
             taken.append((path, name, tensor))
     return taken
@@ -381,7 +385,9 @@ def read(
         config = CONFIG_MAPPING[kind].from_dict(copy.deepcopy(fields))
     except (StrictDataclassError, *MISTAKES) as error:
         raise refused(kind, " ".join(str(error).split())) from None
-    if why := unfit(config):
+    whole = whole_model(config)
+    delattr(whole.base, whole.llm)
+    if why := unfit(whole.base):
         raise refused(kind, why)
     return config, None
 
