@@ -299,15 +299,12 @@ class Tower(ImageLayer):
         like = next(self.parameters())
         self._place(like.device)
         items = batch.of("image")
-        made = [
-            self._rows(values, table, like)
-            for values, table in zip(items.values[0], items.tables[0], strict=True)
-        ]
-        rows = torch.cat(made)
-        assert len(rows) == sum(count for count, _ in items.grids), "rows do not match the grids"
+        each = zip(items.values[0], items.tables[0], items.grids, strict=True)
+        rows = torch.cat([self._rows(values, table, count, like) for values, table, (count, _) in each])
         return {EMBEDS: split(rows[self.of_group(len(rows))], self.group)}
 
-    def _rows(self, values: Tensor, table: Any, like: Tensor) -> Tensor:
+    def _rows(self, values: Tensor, table: Any, count: int, like: Tensor) -> Tensor:
+        """Return the `count` rows of an image; of an example (`LibraryImages.example`), about."""
         inputs = unpacked(self.head.inputs, values, table[0])
         given = {
             argument: inputs[name].to(like.dtype) if inputs[name].is_floating_point() else
@@ -318,7 +315,12 @@ class Tower(ImageLayer):
         if rows == 1:  # classes squeeze the rows of a batch with one row away
             given = {name: torch.cat([value, value]) for name, value in given.items()}
         made = getattr(self.tower, FEATURES)(**given, **self.glue.constants, return_dict=True)
-        return flat_rows(made.pooler_output)[:rows]
+        found = flat_rows(made.pooler_output)[:rows]
+        if len(found) != rows:
+            raise ValueError(f"the tower made {len(found)} rows of an image with {rows} tokens")
+        if rows == count:
+            return found
+        return found.index_select(0, torch.arange(count, device=found.device) % rows)
 
     def _place(self, device: torch.device) -> None:
         """Move the buffers, which are no state of the layer, to a device."""

@@ -118,12 +118,12 @@ class LibraryImages(Head):
 
     def shape_of(self, grid: Grid) -> tuple[int, ...]:
         """Return the number of values of an image of about as many rows."""
-        return (len(self.example(grid).values),)
+        return (len(self.example(grid[0] * grid[1]).values),)
 
     def grid_of(self, rows: int, columns: int) -> Grid:
         """Return the grid of a square image of about rows · columns times the fewest rows."""
         fewest = self.processor.spelled((SIDES_PX[0],) * 2).rows
-        return self.processor.spelled(self.example_px((rows * columns * fewest, 1))).rows, 1
+        return self.processor.spelled(self.example_px(rows * columns * fewest)).rows, 1
 
     @property
     def largest(self) -> Grid:
@@ -158,13 +158,15 @@ class LibraryImages(Head):
         """Return the inputs of a black image."""
         return self.pack(self.processor.blank(size), self.processor.spelled(size).rows)
 
-    def example(self, grid: Grid) -> Packed:
-        """Return the inputs of a black square image of about as many rows."""
-        return self.blank(self.example_px(grid))
+    def example(self, rows: int) -> Packed:
+        """Return the inputs of a black square image of about as many rows.
 
-    def example_px(self, grid: Grid) -> Size:
-        """Return the size of the square image whose rows are nearest to those of a grid."""
-        rows = grid[0] * grid[1]
+        Where it has others, the tower repeats or omits some of its rows.
+        """
+        return self.blank(self.example_px(rows))
+
+    def example_px(self, rows: int) -> Size:
+        """Return the size of the square image whose rows are nearest to a number."""
         side = min(
             SIDES_PX, key=lambda px: (abs(self.processor.spelled((px, px)).rows - rows), px)
         )

@@ -79,7 +79,7 @@ class Images:
     def example(self, head: Head, grid: Grid) -> Callable[[], object] | None:
         """Return a call that decodes an image, of a tile's size if the model cuts images."""
         if isinstance(head, LibraryImages):
-            return partial(self.pack, smooth_jpeg(max(head.example_px(grid))), head)
+            return partial(self.pack, smooth_jpeg(max(head.example_px(grid[0] * grid[1]))), head)
         assert isinstance(head, ImageInput)
         if head.cuts and head.video is None:
             picture, out = smooth_jpeg(max(grid) * head.patch_px), self.blank(head, grid)
