@@ -72,6 +72,113 @@ def aya_vision() -> Any:
     )
 
 
+def deepseek_vl() -> Any:
+    from transformers import DeepseekVLImageProcessorPil, DeepseekVLProcessor
+
+    words = words_of((), "<image>", image_token="<image>")
+    return DeepseekVLProcessor(
+        DeepseekVLImageProcessorPil(size={"height": 32, "width": 32}),
+        words,
+        chat_template=words.chat_template,
+        num_image_tokens=16,
+    )
+
+
+def deepseek_vl_hybrid() -> Any:
+    from transformers import DeepseekVLHybridImageProcessorPil, DeepseekVLHybridProcessor
+
+    words = words_of((), "<image>", image_token="<image>")
+    return DeepseekVLHybridProcessor(
+        DeepseekVLHybridImageProcessorPil(
+            size={"height": 32, "width": 32}, high_res_size={"height": 64, "width": 64}
+        ),
+        words,
+        chat_template=words.chat_template,
+        num_image_tokens=16,
+    )
+
+
+def lighton_ocr() -> Any:
+    from transformers import LightOnOcrProcessor, PixtralImageProcessorPil
+
+    named = {"image_break_token": "[BREAK]", "image_end_token": "[END]", "image_token": "[IMG]"}
+    words = words_of(("[BREAK]", "[END]"), "[IMG]", **named)
+    return LightOnOcrProcessor(
+        PixtralImageProcessorPil(
+            size={"longest_edge": 64}, patch_size={"height": 16, "width": 16}
+        ),
+        words,
+        patch_size=8,
+        spatial_merge_size=2,
+        chat_template=words.chat_template,
+    )
+
+
+def qianfan_ocr() -> Any:
+    from transformers import GotOcr2ImageProcessorPil, QianfanOCRProcessor
+
+    words = words_of(
+        ("<img>", "</img>", "<image>"),
+        "<IMG_CONTEXT>",
+        start_image_token="<img>",
+        end_image_token="</img>",
+        context_image_token="<IMG_CONTEXT>",
+    )
+    words.chat_template = words.chat_template.replace("<IMG_CONTEXT>", "<image>")
+    return QianfanOCRProcessor(
+        GotOcr2ImageProcessorPil(size={"height": 32, "width": 32}, max_patches=4),
+        words,
+        image_seq_length=4,
+        chat_template=words.chat_template,
+    )
+
+
+def janus() -> Any:
+    from transformers import JanusImageProcessorPil, JanusProcessor
+
+    named = {"image_token": "<image>", "boi_token": "<boi>", "eoi_token": "<eoi>"}
+    words = words_of(("<boi>", "<eoi>"), "<image>", **named)
+    return JanusProcessor(
+        JanusImageProcessorPil(size={"height": 32, "width": 32}),
+        words,
+        chat_template=words.chat_template,
+        num_image_tokens=16,
+    )
+
+
+def cohere2_vision() -> Any:
+    from transformers import Cohere2VisionImageProcessor, Cohere2VisionProcessor
+
+    named = {
+        "image_token": "<image>",
+        "boi_token": "<boi>",
+        "eoi_token": "<eoi>",
+        "img_line_break_token": "<br>",
+    }
+    words = words_of(("<boi>", "<eoi>", "<br>"), "<image>", **named)
+    return Cohere2VisionProcessor(
+        Cohere2VisionImageProcessor(
+            size={"height": 16, "width": 16}, max_patches=4, patch_size=2
+        ),
+        words,
+        chat_template=words.chat_template,
+    )
+
+
+def ovis2() -> Any:
+    import transformers
+
+    marks = ("<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>", "<image>")
+    words = words_of(marks, "<IMG_ATOM>")
+    words.chat_template = words.chat_template.replace("<IMG_ATOM>", "<image>")
+    return transformers.Ovis2Processor(
+        transformers.Ovis2ImageProcessorPil(size={"height": 32, "width": 32}),
+        words,
+        image_seq_length=16,
+        chat_template=words.chat_template,
+    )
+
+
 PIXTRAL = {
     "model_type": "pixtral",
     "hidden_size": 32,
@@ -82,7 +189,18 @@ PIXTRAL = {
     "image_size": 64,
     "patch_size": 8,
 }
-LLAMA, MISTRAL, QWEN2 = ({"model_type": name} | LLM for name in ("llama", "mistral", "qwen2"))
+LLAMA, MISTRAL, QWEN2, QWEN3 = (
+    {"model_type": name} | LLM for name in ("llama", "mistral", "qwen2", "qwen3")
+)
+SIGLIP = TOWER | {"model_type": "siglip_vision_model", "vision_use_head": False}
+INTERNVIT = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "image_size": [32, 32],
+    "patch_size": [8, 8],
+}
 FAMILIES: dict[str, Tiny] = {
     "vipllava": Tiny(
         "VipLlava",
@@ -95,8 +213,69 @@ FAMILIES: dict[str, Tiny] = {
     "aya_vision": Tiny(
         "AyaVision",
         aya_vision,
-        TOWER | {"model_type": "siglip_vision_model", "vision_use_head": False},
+        SIGLIP,
         QWEN2,
+    ),
+    "deepseek_vl": Tiny("DeepseekVL", deepseek_vl, SIGLIP, LLAMA),
+    "deepseek_vl_hybrid": Tiny(
+        "DeepseekVLHybrid",
+        deepseek_vl_hybrid,
+        SIGLIP,
+        LLAMA,
+        {
+            "high_res_vision_config": {
+                "hidden_size": 32,
+                "output_channels": 16,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "image_size": 64,
+                "patch_size": 4,
+                "window_size": 4,
+                "global_attn_indexes": [1],
+                "mlp_dim": 64,
+                "num_pos_feats": 8,
+            }
+        },
+    ),
+    "lighton_ocr": Tiny("LightOnOcr", lighton_ocr, PIXTRAL, QWEN3 | {"head_dim": 12}),
+    "qianfan_ocr": Tiny("QianfanOCR", qianfan_ocr, INTERNVIT, QWEN3 | {"head_dim": 12}),
+    "janus": Tiny(
+        "Janus",
+        janus,
+        {
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "mlp_ratio": 2.0,
+            "image_size": 32,
+            "patch_size": 8,
+            "projection_dim": 48,
+            "num_image_tokens": 16,
+        },
+        LLAMA,
+        {"vq_config": {"base_channels": 32, "embed_dim": 8, "num_embeddings": 16, "latent_channels": 32, "channel_multiplier": [1, 1], "projection_dim": 48, "image_token_embed_dim": 48}},
+    ),
+    "cohere2_vision": Tiny(
+        "Cohere2Vision",
+        cohere2_vision,
+        SIGLIP | {"image_size": 16, "patch_size": 4},
+        LLAMA,
+        {"alignment_intermediate_size": 64},
+    ),
+    "ovis2": Tiny(
+        "Ovis2",
+        ovis2,
+        {
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "intermediate_size": 64,
+            "image_size": 32,
+            "patch_size": 8,
+            "vocab_size": 40,
+        },
+        QWEN2,
+        {"hidden_size": 48, "vocab_size": 400},
     ),
 }
 
@@ -108,12 +287,13 @@ def write(folder: Path, family: str) -> tuple[Any, Any]:
     tiny = FAMILIES[family]
     processor = tiny.processor()
     words = processor.tokenizer
-    row = getattr(processor, "img_patch_token", processor.image_token)
+    rows = ("<|IMG_PATCH|>", "<IMG_ATOM>", processor.image_token)
+    row = next(one for one in rows if one in words.get_vocab())
     fields = {"tie_word_embeddings": False} | tiny.fields
     config = getattr(transformers, f"{tiny.prefix}Config")(
         vision_config=tiny.vision,
         text_config=tiny.text,
-        image_token_index=words.convert_tokens_to_ids(row),
+        image_token_id=words.convert_tokens_to_ids(row),
         **fields,
     )
     model = spread(getattr(transformers, f"{tiny.prefix}ForConditionalGeneration")(config))

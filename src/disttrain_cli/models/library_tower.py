@@ -171,7 +171,7 @@ def glue_of(config: Any, given: Mapping[str, Tensor], image_token: int) -> Glue:
     setattr(base, whole.llm, stand_in)
     rows = int((ids == image_token).sum())
     features = 1.0 + torch.arange(rows * width, dtype=torch.float32).view(rows, width)
-    calls = list[dict[str, Any]]()
+    calls, names = list[dict[str, Any]](), _arguments(base)
 
     def forms() -> Iterator[Any]:
         yield (features,)
@@ -181,12 +181,12 @@ def glue_of(config: Any, given: Mapping[str, Tensor], image_token: int) -> Glue:
     why = ""
     for form in forms():
         calls.clear()
-        base.__dict__[FEATURES] = partial(_features, calls, form, _arguments(base))
+        base.__dict__[FEATURES] = partial(_features, calls, form, names)
         try:
             with torch.no_grad():
                 whole.model(**given)
         except _ReachedError as reached:
-            _check_reached(kind, reached.arguments, stand_in, ids == image_token, features)
+            _check_reached(kind, reached.arguments, stand_in, ids, ids == image_token, features)
             return _glue(kind, calls, given)
         except Exception as error:  # other forms of the features fail in any way
             why = why or f"{type(error).__name__}: {' '.join(str(error).split())}"
@@ -227,7 +227,12 @@ def _equal(one: Any, other: Tensor) -> bool:
 
 
 def _check_reached(
-    kind: str, arguments: Mapping[str, Any], llm: _Llm, rows: Tensor, features: Tensor
+    kind: str,
+    arguments: Mapping[str, Any],
+    llm: _Llm,
+    ids: Tensor,
+    rows: Tensor,
+    features: Tensor,
 ) -> None:
     """Raise SpecError if an LLM gets anything but rows, a causal mask and counted positions."""
     embeds, length = arguments.get("inputs_embeds"), len(rows)
@@ -235,6 +240,8 @@ def _check_reached(
         raise refused(kind, "its LLM does not read the rows as embeddings of a text's tokens")
     if not torch.equal(embeds[0, rows].float(), features):
         raise refused(kind, "its forward changes the tower's rows before the LLM reads them")
+    if not torch.equal(embeds[0, ~rows].float(), llm.embed_tokens(ids)[~rows]):
+        raise refused(kind, "its forward changes the embeddings of tokens around an image")
     counted = torch.arange(length)
     for name, value in arguments.items():
         if name == "inputs_embeds" or name in IGNORED or value is None:

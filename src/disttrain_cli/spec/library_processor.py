@@ -29,8 +29,6 @@ ROW = -1  # among the ids of an image: one row of the encoder's output
 SIZE: Size = (96, 64)  # of the image with which a processor is tried
 #: Outputs of a tokenizer, all others are the image's.
 OF_TEXT = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
-#: Attributes of processors that hold the text that a chat template writes for an image.
-PLACEHOLDERS = ("image_token", "boi_token")
 FILES = (
     *("processor_config.json", "preprocessor_config.json", "tokenizer.json"),
     *("tokenizer_config.json", "special_tokens_map.json"),
@@ -120,11 +118,16 @@ class LibraryProcessor:
     @cached_property
     def placeholder(self) -> str:
         """Text that a chat template writes for an image, and that the processor replaces."""
-        named = [getattr(self._processor, name, None) for name in PLACEHOLDERS]
+        template = self._processor.chat_template or self._tokenizer.chat_template or ""
+        named = [
+            value
+            for name, value in vars(self._processor).items()
+            if name.endswith("token") and isinstance(value, str)
+        ]
+        # those that the template writes first
+        texts = sorted(dict.fromkeys([*named, self._row]), key=lambda one: one not in str(template))
         why = "it names none"
-        for text in dict.fromkeys([*named, self._row]):
-            if not isinstance(text, str):
-                continue
+        for text in texts:
             try:
                 said, _ = self._said(text, [_blank(SIZE)])
             except ValueError as error:
