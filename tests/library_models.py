@@ -179,6 +179,81 @@ def ovis2() -> Any:
     )
 
 
+def qwen2_vl() -> Any:
+    import transformers
+
+    named = {"image_token": "<image>", "video_token": "<video>"}
+    words = words_of(("<video>",), "<image>", **named)
+    fields = {"size": {"shortest_edge": 256, "longest_edge": 4096}, "patch_size": 4}
+    return transformers.Qwen2VLProcessor(
+        transformers.Qwen2VLImageProcessor(**fields, merge_size=2),
+        words,
+        transformers.Qwen2VLVideoProcessor(),
+        chat_template=words.chat_template,
+    )
+
+
+def glm46v() -> Any:
+    import transformers
+
+    named = {"image_token": "<image>", "video_token": "<video>"}
+    words = words_of(("<video>",), "<image>", **named)
+    fields = {"size": {"shortest_edge": 512, "longest_edge": 8192}, "patch_size": 4}
+    return transformers.Glm46VProcessor(
+        transformers.Glm46VImageProcessor(**fields, merge_size=2),
+        words,
+        transformers.Glm46VVideoProcessor(),
+        chat_template=words.chat_template,
+    )
+
+
+def gemma3() -> Any:
+    import transformers
+
+    named = {"image_token": "<soft>", "boi_token": "<boi>", "eoi_token": "<eoi>"}
+    words = words_of(("<boi>", "<eoi>"), "<soft>", **named)
+    words.chat_template = words.chat_template.replace("<soft>", "<boi>")
+    return transformers.Gemma3Processor(
+        transformers.Gemma3ImageProcessorPil(size={"height": 32, "width": 32}),
+        words,
+        chat_template=words.chat_template,
+        image_seq_length=4,
+    )
+
+
+def lfm2_vl() -> Any:
+    import transformers
+
+    words = words_of(("<|image_start|>", "<|image_end|>", "<|img_thumbnail|>"), "<image>")
+    return transformers.Lfm2VlProcessor(
+        transformers.Lfm2VlImageProcessor(
+            tile_size=32,
+            encoder_patch_size=8,
+            min_image_tokens=1,
+            max_image_tokens=16,
+            max_num_patches=64,
+            do_image_splitting=False,
+        ),
+        words,
+        chat_template=words.chat_template,
+    )
+
+
+def idefics2() -> Any:
+    import transformers
+
+    named = {"image_token": "<image>", "image_boundary_token": "<fake>"}
+    words = words_of(("<fake>", "<end_of_utterance>"), "<image>", **named)
+    return transformers.Idefics2Processor(
+        transformers.Idefics2ImageProcessorPil(
+            size={"shortest_edge": 24, "longest_edge": 64}, do_image_splitting=False
+        ),
+        words,
+        image_seq_len=3,
+        chat_template=words.chat_template,
+    )
+
+
 PIXTRAL = {
     "model_type": "pixtral",
     "hidden_size": 32,
@@ -262,6 +337,78 @@ FAMILIES: dict[str, Tiny] = {
         LLAMA,
         {"alignment_intermediate_size": 64},
     ),
+    "qwen2_vl": Tiny(
+        "Qwen2VL",
+        qwen2_vl,
+        {
+            "depth": 2,
+            "embed_dim": 32,
+            "hidden_size": 48,
+            "num_heads": 4,
+            "mlp_ratio": 2,
+            "patch_size": 4,
+            "spatial_merge_size": 2,
+        },
+        LLM | {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 2, 2]}},
+        {"video_token_id": 399, "vision_start_token_id": 397, "vision_end_token_id": 398},
+    ),
+    "glm46v": Tiny(
+        "Glm46V",
+        glm46v,
+        {
+            "model_type": "glm4v_vision",
+            "depth": 2,
+            "hidden_size": 32,
+            "out_hidden_size": 48,
+            "num_heads": 4,
+            "intermediate_size": 64,
+            "image_size": 32,
+            "patch_size": 4,
+            "spatial_merge_size": 2,
+        },
+        {"model_type": "glm4v_text"}
+        | LLM
+        | {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 2, 2], "partial_rotary_factor": 1.0}},
+        {"video_token_id": 399},
+    ),
+    "gemma3": Tiny(
+        "Gemma3",
+        gemma3,
+        SIGLIP,
+        LLM | {"head_dim": 12, "sliding_window": 16},
+        {"mm_tokens_per_image": 4},
+    ),
+    "lfm2_vl": Tiny(
+        "Lfm2Vl",
+        lfm2_vl,
+        {
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "intermediate_size": 64,
+            "patch_size": 8,
+            "num_patches": 16,
+            "vision_use_head": False,
+        },
+        {"model_type": "lfm2"} | LLM | {"layer_types": ["conv", "full_attention"]},
+        {"projector_hidden_size": 64},
+    ),
+    "idefics2": Tiny(
+        "Idefics2",
+        idefics2,
+        TOWER | {"image_size": 64},
+        MISTRAL,
+        {
+            "perceiver_config": {
+                "hidden_size": 48,
+                "resampler_n_latents": 3,
+                "resampler_depth": 2,
+                "resampler_n_heads": 4,
+                "num_key_value_heads": 2,
+                "resampler_head_dim": 12,
+            }
+        },
+    ),
     "ovis2": Tiny(
         "Ovis2",
         ovis2,
@@ -287,7 +434,7 @@ def write(folder: Path, family: str) -> tuple[Any, Any]:
     tiny = FAMILIES[family]
     processor = tiny.processor()
     words = processor.tokenizer
-    rows = ("<|IMG_PATCH|>", "<IMG_ATOM>", processor.image_token)
+    rows = ("<|IMG_PATCH|>", "<IMG_ATOM>", "<soft>", processor.image_token)
     row = next(one for one in rows if one in words.get_vocab())
     fields = {"tie_word_embeddings": False} | tiny.fields
     config = getattr(transformers, f"{tiny.prefix}Config")(

@@ -20,6 +20,7 @@ from disttrain_cli.data.slots import Ints
 from disttrain_cli.data.tokenizer import Tokenizer
 from disttrain_cli.spec.heads import Head, ImageInput
 from disttrain_cli.spec.index import ITEMS, KINDS, SAMPLE_SPECIALS, TEXT
+from disttrain_cli.spec.library_images import LibraryImages
 from disttrain_cli.spec.places import Places
 from disttrain_cli.spec.video_processor import Film
 
@@ -125,11 +126,20 @@ class SequencePlan:
 
     def _image_grids(self) -> list[tuple[int, Ints]]:
         """Return (index of the first token, positions) of each image grid (`joined_in_time`)."""
-        head, times = self.inputs.image, dict[int, list[int]]()
-        if head is None:
+        head, times = next(iter(self.inputs.of("image")), None), dict[int, list[int]]()
+        items = np.flatnonzero(self.kinds == ImageInput.kind).tolist()
+        if isinstance(head, LibraryImages):
+            return [
+                (
+                    int(self.segment_at[at]),
+                    head.positions(self.index.numbers_of(int(self.segments[at]))),
+                )
+                for at in items
+            ]
+        if not isinstance(head, ImageInput):
             return []
         grids = list[tuple[int, Ints, int | None]]()
-        for at in np.flatnonzero(self.kinds == ImageInput.kind).tolist():
+        for at in items:
             inside = grid_positions(head.frames(self.grids[at]))
             time = self._time_in_film(head, at, times) if self.films[at] else None
             grids.append((int(self.segment_at[at]), inside, time))

@@ -53,7 +53,7 @@ def _tried(model_type: str) -> str:
     try:
         config = CONFIG_MAPPING[model_type]()
     except MISTAKES as error:
-        raise refused(model_type, f"it has no default configuration: {error}") from None
+        raise refused(model_type, f"its default configuration is none: {error}") from None
     whole = whole_model(config)
     delattr(whole.base, whole.llm)
     if why := unfit(whole.base):

@@ -32,7 +32,12 @@ from disttrain_cli.models.layer import Batch, TensorSpec
 from disttrain_cli.models.parallel import split
 from disttrain_cli.models.towers import EMBEDS, ImageLayer
 from disttrain_cli.spec.library_images import LibraryImages
-from disttrain_cli.spec.library_processor import SIZE, digest_of, library_processor
+from disttrain_cli.spec.library_processor import (
+    SIZE,
+    LibraryProcessor,
+    digest_of,
+    library_processor,
+)
 from disttrain_cli.spec.runfile import Run
 from disttrain_cli.spec.runfile.model import PROJECTORS, ModuleSpec
 
@@ -51,15 +56,22 @@ STEP = (
 )
 
 
+#: Functions by which classes allocate weights, and most elements of a buffer.
+ALLOCATING = (torch.empty, torch.zeros, torch.ones, torch.rand, torch.randn, torch.full)
+LARGE = 1 << 22
+
+
 class _EmptyOnMeta(TorchFunctionMode):
-    """Weights, which classes allocate by `torch.empty`, take no memory; all else is computed."""
+    """Weights take no memory; buffers, which are small and not empty, are computed."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        kwargs = dict(kwargs or {})
-        if function is torch.empty:
-            kwargs["device"] = "meta"
+        kwargs = kwargs or {}
+        if function in ALLOCATING:
+            made = function(*args, **{**kwargs, "device": "meta"})
+            if function is torch.empty or made.numel() > LARGE:
+                return made
         return function(*args, **kwargs)
 
 
@@ -113,6 +125,7 @@ class Glue(NamedTuple):
 
     inputs: tuple[tuple[str, str], ...]  # its argument, output of the processor
     constants: Mapping[str, Any]
+    positions: Tensor | None  # [3, L] of the tokens (M-RoPE); None: counted from 0
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -186,8 +199,10 @@ def glue_of(config: Any, given: Mapping[str, Tensor], image_token: int) -> Glue:
             with torch.no_grad():
                 whole.model(**given)
         except _ReachedError as reached:
-            _check_reached(kind, reached.arguments, stand_in, ids, ids == image_token, features)
-            return _glue(kind, calls, given)
+            positions = _checked(
+                kind, reached.arguments, stand_in, ids, ids == image_token, features
+            )
+            return _glue(kind, calls, given)._replace(positions=positions)
         except Exception as error:  # other forms of the features fail in any way
             why = why or f"{type(error).__name__}: {' '.join(str(error).split())}"
     raise refused(kind, f"its forward does not reach the LLM: {why}")
@@ -219,22 +234,26 @@ def _glue(kind: str, calls: list[dict[str, Any]], given: Mapping[str, Tensor]) -
             raise refused(kind, f"its forward changes {name} before {FEATURES}")
         inputs.append((name, name if name in same else same[0]))
     constants.pop("return_dict", None)
-    return Glue(tuple(inputs), constants)
+    return Glue(tuple(inputs), constants, None)
 
 
 def _equal(one: Any, other: Tensor) -> bool:
     return isinstance(one, Tensor) and one.shape == other.shape and bool((one == other).all())
 
 
-def _check_reached(
+def _checked(
     kind: str,
     arguments: Mapping[str, Any],
     llm: _Llm,
     ids: Tensor,
     rows: Tensor,
     features: Tensor,
-) -> None:
-    """Raise SpecError if an LLM gets anything but rows, a causal mask and counted positions."""
+) -> Tensor | None:
+    """Return the three positions of an LLM's tokens, or None if they are counted.
+
+    Raises:
+        SpecError: it gets anything else but rows and a causal mask.
+    """
     embeds, length = arguments.get("inputs_embeds"), len(rows)
     if embeds is None or embeds.shape[:2] != (1, length):
         raise refused(kind, "its LLM does not read the rows as embeddings of a text's tokens")
@@ -242,7 +261,7 @@ def _check_reached(
         raise refused(kind, "its forward changes the tower's rows before the LLM reads them")
     if not torch.equal(embeds[0, ~rows].float(), llm.embed_tokens(ids)[~rows]):
         raise refused(kind, "its forward changes the embeddings of tokens around an image")
-    counted = torch.arange(length)
+    counted, positions = torch.arange(length), None
     for name, value in arguments.items():
         if name == "inputs_embeds" or name in IGNORED or value is None:
             continue
@@ -251,11 +270,12 @@ def _check_reached(
                 raise refused(kind, "its image tokens attend to later ones")
         elif name == "position_ids":
             if value.ndim == 3:
-                raise refused(kind, "its positions are multi-dimensional (M-RoPE)")
-            if not torch.equal(value.reshape(-1), counted):
+                positions = value[-3:, 0]
+            elif not torch.equal(value.reshape(-1), counted):
                 raise refused(kind, "the positions of its tokens are not counted from 0")
         elif name in llm.names:
             raise refused(kind, f"its LLM also reads {name}")
+    return positions
 
 
 def unfit(tower: nn.Module) -> str | None:
@@ -421,7 +441,25 @@ def images_of(run: Run, module: ModuleConfig) -> LibraryImages:
         image_token=token,
         inputs=glue.names,
         digest=digest_of(folder),
+        mrope=glue.positions is not None,
     )
+
+
+def _check_positions(
+    kind: str, found: Tensor, ids: Tensor, processor: LibraryProcessor
+) -> None:
+    """Raise SpecError if positions are not those of an image inside counted ones.
+
+    They are computed for each image alone (`data.positions.sample_positions`).
+    """
+    inside = torch.from_numpy(processor.positions(SIZE))
+    first = int((ids == processor.row).nonzero()[0])
+    made = torch.arange(len(ids)).repeat(3, 1)
+    stop = first + inside.shape[1]
+    made[:, first:stop] = first + inside
+    made[:, stop:] = first + 1 + inside[1:].max() + torch.arange(len(ids) - stop)
+    if not torch.equal(made, found):
+        raise refused(kind, "its positions are of a form that is not known")
 
 
 _glues: dict[tuple[str, int, str, str], Glue] = {}
@@ -433,8 +471,12 @@ def glue_from(folder: str, token: int, digest: str, config: Any) -> Glue:
 
     key = folder, token, digest, config.to_json_string(use_diff=False)
     if key not in _glues:
-        given = library_processor(Path(folder), token).complete(SIZE)
-        _glues[key] = glue_of(config, given, token)
+        processor = library_processor(Path(folder), token)
+        given = processor.complete(SIZE)
+        glue = glue_of(config, given, token)
+        if glue.positions is not None:
+            _check_positions(config.model_type, glue.positions, given["input_ids"][0], processor)
+        _glues[key] = glue
     return _glues[key]
 
 

@@ -53,6 +53,9 @@ class LibraryImages(Head):
         min_length=1, description="Outputs of the processor that the tower reads."
     )
     digest: str = Field(description="Hash of the processor's files.")
+    mrope: bool = Field(
+        False, description="The LLM's tokens have three positions, of images from the library."
+    )
 
     @cached_property
     def processor(self) -> LibraryProcessor:
@@ -107,6 +110,10 @@ class LibraryImages(Head):
 
     def ids(self, numbers: Numbers) -> tuple[int, ...] | None:
         return self.processor.spelled(_size(numbers)).ids
+
+    def positions(self, numbers: Numbers) -> NDArray[np.int64]:
+        """Return [3, tokens] positions of a file's tokens, from those of its first."""
+        return self.processor.turned(_size(numbers))
 
     def size(self, area: Any) -> Any:
         """Return the rows in the LLM."""

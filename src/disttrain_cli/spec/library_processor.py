@@ -9,6 +9,7 @@ their rules do without.
 from __future__ import annotations
 
 import hashlib
+import inspect
 import threading
 from collections.abc import Mapping, Sequence
 from functools import cache, cached_property, lru_cache
@@ -77,7 +78,7 @@ class LibraryProcessor:
             SpecError: the library cannot load it, or it writes images in a form that cannot be
                 mapped to rows.
         """
-        self.folder = folder
+        self.folder, self.row = folder, image_token
         self._processor = self._loaded()
         tokenizer = getattr(self._processor, "tokenizer", None)
         if tokenizer is None:
@@ -89,6 +90,7 @@ class LibraryProcessor:
         if not isinstance(self._row, str):
             raise self._refused(f"the tokenizer has no token {image_token}, the model's image token")
         self.spelled = lru_cache(MOST)(self._spelled)
+        self.turned = lru_cache(MOST)(self.positions)
         self._check_several()
 
     def inputs(self, pixels: NDArray[np.uint8]) -> Inputs:
@@ -102,6 +104,53 @@ class LibraryProcessor:
     def blank(self, size: Size) -> Inputs:
         """Return the model's inputs for a black image."""
         return self._said(self.placeholder, [_blank(size)])[1]
+
+    def positions(self, size: Size) -> NDArray[np.int64]:
+        """Return [3, tokens] M-RoPE positions of an image's tokens, from those of its first.
+
+        Raises:
+            SpecError: the class computes them in another form, or the next token's do not follow.
+        """
+        import numpy as np
+
+        torch, one = import_module("torch"), self.spelled(size)
+        before, after = (
+            self._tokenizer(text, add_special_tokens=False)["input_ids"]
+            for text in (one.before, f"{one.after} a")
+        )
+        row = self.row
+        ids = [*before, *(row if id_ == ROW else id_ for id_ in one.ids), *after]
+        given = {
+            **{name: torch.from_numpy(value) for name, value in self.blank(size).items()},
+            "input_ids": torch.tensor([ids]),
+            "mm_token_type_ids": torch.tensor([[int(id_ == row) for id_ in ids]]),
+            "attention_mask": torch.ones(1, len(ids), dtype=torch.int64),
+        }
+        base = self._base
+        names = inspect.signature(base.get_rope_index).parameters
+        try:
+            made, _ = base.get_rope_index(
+                **{name: value for name, value in given.items() if name in names}
+            )
+        except Exception as error:
+            raise self._refused(f"get_rope_index: {_line(error)}") from None
+        found = made.numpy()[-3:, 0]
+        inside = found[:, len(before) :][:, : len(one.ids)]
+        first, following = inside[0, 0], found[:, len(before) + len(one.ids)]
+        if (inside[:, 0] != first).any() or (following != inside.max() + 1).any():
+            raise self._refused("positions after an image do not follow its largest one")
+        return np.asarray(inside - first, dtype=np.int64)
+
+    @cached_property
+    def _base(self) -> Any:
+        """The base model's class with a configuration alone."""
+        transformers = import_module("transformers")
+        config = transformers.AutoConfig.from_pretrained(str(self.folder), local_files_only=True)
+        made = transformers.MODEL_MAPPING[type(config)]
+        base = made.__new__(made)
+        import_module("torch.nn").Module.__init__(base)
+        base.config = config
+        return base
 
     def complete(self, size: Size) -> dict[str, Any]:
         """Return all outputs, as the library passes them to its model, for a text of one image."""
