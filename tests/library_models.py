@@ -44,9 +44,7 @@ def pixtral() -> Any:
 
     words = words_of(("[IMG_BREAK]", "[IMG_END]"), "[IMG]")
     return PixtralProcessor(
-        PixtralImageProcessorPil(
-            size={"longest_edge": 64}, patch_size={"height": 8, "width": 8}
-        ),
+        PixtralImageProcessorPil(size={"longest_edge": 64}, patch_size={"height": 8, "width": 8}),
         words,
         patch_size=8,
         spatial_merge_size=2,
@@ -104,9 +102,7 @@ def lighton_ocr() -> Any:
     named = {"image_break_token": "[BREAK]", "image_end_token": "[END]", "image_token": "[IMG]"}
     words = words_of(("[BREAK]", "[END]"), "[IMG]", **named)
     return LightOnOcrProcessor(
-        PixtralImageProcessorPil(
-            size={"longest_edge": 64}, patch_size={"height": 16, "width": 16}
-        ),
+        PixtralImageProcessorPil(size={"longest_edge": 64}, patch_size={"height": 16, "width": 16}),
         words,
         patch_size=8,
         spatial_merge_size=2,
@@ -157,9 +153,7 @@ def cohere2_vision() -> Any:
     }
     words = words_of(("<boi>", "<eoi>", "<br>"), "<image>", **named)
     return Cohere2VisionProcessor(
-        Cohere2VisionImageProcessor(
-            size={"height": 16, "width": 16}, max_patches=4, patch_size=2
-        ),
+        Cohere2VisionImageProcessor(size={"height": 16, "width": 16}, max_patches=4, patch_size=2),
         words,
         chat_template=words.chat_template,
     )
@@ -275,6 +269,7 @@ INTERNVIT = {
     "intermediate_size": 64,
     "image_size": [32, 32],
     "patch_size": [8, 8],
+    "drop_path_rate": 0.0,
 }
 FAMILIES: dict[str, Tiny] = {
     "vipllava": Tiny(
@@ -328,7 +323,17 @@ FAMILIES: dict[str, Tiny] = {
             "num_image_tokens": 16,
         },
         LLAMA,
-        {"vq_config": {"base_channels": 32, "embed_dim": 8, "num_embeddings": 16, "latent_channels": 32, "channel_multiplier": [1, 1], "projection_dim": 48, "image_token_embed_dim": 48}},
+        {
+            "vq_config": {
+                "base_channels": 32,
+                "embed_dim": 8,
+                "num_embeddings": 16,
+                "latent_channels": 32,
+                "channel_multiplier": [1, 1],
+                "projection_dim": 48,
+                "image_token_embed_dim": 48,
+            }
+        },
     ),
     "cohere2_vision": Tiny(
         "Cohere2Vision",
@@ -368,7 +373,13 @@ FAMILIES: dict[str, Tiny] = {
         },
         {"model_type": "glm4v_text"}
         | LLM
-        | {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 2, 2], "partial_rotary_factor": 1.0}},
+        | {
+            "rope_parameters": {
+                "rope_type": "default",
+                "mrope_section": [2, 2, 2],
+                "partial_rotary_factor": 1.0,
+            }
+        },
         {"video_token_id": 399},
     ),
     "gemma3": Tiny(

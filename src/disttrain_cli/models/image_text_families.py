@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 from disttrain_cli.errors import SpecError
 from disttrain_cli.models.architectures import ARCHITECTURES
-from disttrain_cli.models.configs.checks import MISTAKES
 from disttrain_cli.models.library_tower import refused, unfit, whole_model
 from disttrain_cli.spec.families.library import library_classes, library_family
 from disttrain_cli.spec.families.table import FAMILIES
@@ -50,10 +49,7 @@ def _tried(model_type: str) -> str:
 
     if library_family(model_type) is None:
         raise refused(model_type, "its class is a text model")
-    try:
-        config = CONFIG_MAPPING[model_type]()
-    except MISTAKES as error:
-        raise refused(model_type, f"its default configuration is none: {error}") from None
+    config = CONFIG_MAPPING[model_type]()
     whole = whole_model(config)
     delattr(whole.base, whole.llm)
     if why := unfit(whole.base):

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import copy
 import inspect
-import json
 import re
 from collections.abc import Iterator, Mapping
-from functools import lru_cache, partial
+from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -44,7 +44,7 @@ from disttrain_cli.spec.runfile.model import PROJECTORS, ModuleSpec
 FEATURES = "get_image_features"
 #: Names of the LLM and of vision models in base classes.
 LLMS = ("language_model", "text_model")
-DROPOUT = re.compile(r"drop(out|_path)")
+DROPOUT = re.compile(r"drop(out|_path|_prob)")
 #: Arguments of an LLM that mean nothing without a cache, or only select outputs.
 IGNORED = (
     *("past_key_values", "use_cache", "cache_position", "return_dict", "input_ids"),
@@ -89,29 +89,38 @@ def whole_model(config: Any) -> Whole:
     Raises:
         SpecError: its class does not have the form of a tower before an LLM.
     """
-    return copy.deepcopy(_whole(config.model_type, config.to_json_string(use_diff=False)))
+    key = repr(config.to_dict())
+    if key not in _wholes:
+        while len(_wholes) >= MOST:
+            del _wholes[next(iter(_wholes))]
+        _wholes[key] = _made(config)
+    return copy.deepcopy(_wholes[key])
 
 
-@lru_cache(maxsize=4)
-def _whole(model_type: str, fields: str) -> Whole:
-    from transformers import CONFIG_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+_wholes: dict[str, Whole] = {}
+MOST = 4  # models whose structure is cached
+
+
+def _made(config: Any) -> Whole:
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     from transformers.initialization import no_init_weights
 
-    config = CONFIG_MAPPING[model_type].from_dict(json.loads(fields))
-    made = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
+    kind, made = config.model_type, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
+    if config.is_encoder_decoder:
+        raise refused(kind, f"{made.__name__} is an encoder-decoder")
     try:
         with torch.device("cpu"), _EmptyOnMeta(), no_init_weights():
-            model = made(config)
-    except (ImportError, *MISTAKES) as error:
-        raise refused(model_type, " ".join(str(error).split())) from None
+            model = made(copy.deepcopy(config))
+    except (ImportError, StrictDataclassError, *MISTAKES) as error:
+        raise refused(
+            kind, f"{made.__name__} is not built: {' '.join(str(error).split())}"
+        ) from None
     base = getattr(model, "model", None)
     llm = next((name for name in LLMS if isinstance(getattr(base, name, None), nn.Module)), None)
-    if base is None or llm is None:
-        raise refused(model_type, f"{made.__name__} is no decoder after a tower")
-    if not hasattr(base, FEATURES):
-        raise refused(model_type, f"{type(base).__name__} has no {FEATURES}")
-    if model.config.is_encoder_decoder:
-        raise refused(model_type, f"{made.__name__} is an encoder-decoder")
+    if base is None or llm is None or not hasattr(base, FEATURES):
+        why = f"a model with {FEATURES} and an LLM ({' or '.join(LLMS)})"
+        raise refused(kind, f"{made.__name__} has no `model` of the usual form: {why}")
     return Whole(model, base, llm)
 
 
@@ -158,8 +167,15 @@ class _Llm(nn.Module):
 
     def __init__(self, llm: Any, width: int) -> None:
         super().__init__()
+        self.__dict__["_of"] = llm
         self.config, self.embed_tokens = llm.config, _Table(width)
         self.names = tuple(inspect.signature(llm.forward).parameters)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["_of"], name)
 
     def get_input_embeddings(self) -> nn.Module:
         return self.embed_tokens
@@ -327,15 +343,18 @@ class Tower(ImageLayer):
         self._place(like.device)
         items = batch.of("image")
         each = zip(items.values[0], items.tables[0], items.grids, strict=True)
-        rows = torch.cat([self._rows(values, table, count, like) for values, table, (count, _) in each])
+        rows = torch.cat(
+            [self._rows(values, table, count, like) for values, table, (count, _) in each]
+        )
         return {EMBEDS: split(rows[self.of_group(len(rows))], self.group)}
 
     def _rows(self, values: Tensor, table: Any, count: int, like: Tensor) -> Tensor:
         """Return the `count` rows of an image; of an example (`LibraryImages.example`), about."""
         inputs = unpacked(self.head.inputs, values, table[0])
         given = {
-            argument: inputs[name].to(like.dtype) if inputs[name].is_floating_point() else
-            to_device(inputs[name], like.device)
+            argument: inputs[name].to(like.dtype)
+            if inputs[name].is_floating_point()
+            else to_device(inputs[name], like.device)
             for argument, name in self.glue.inputs
         }
         rows = int(table[0, 0])
@@ -360,7 +379,11 @@ class Tower(ImageLayer):
 
 def flat_rows(pooled: Any) -> Tensor:
     """Return the rows of all images, in order, from any of the forms that classes return."""
-    rows = torch.cat([flat_rows(one) for one in pooled]) if isinstance(pooled, (list, tuple)) else pooled
+    rows = (
+        torch.cat([flat_rows(one) for one in pooled])
+        if isinstance(pooled, (list, tuple))
+        else pooled
+    )
     return rows.reshape(-1, rows.shape[-1])
 
 
@@ -428,6 +451,12 @@ def images_of(run: Run, module: ModuleConfig) -> LibraryImages:
         run.file.model.modules[module.name].folder or ""
     ):
         raise refused(module.config.model_type, "its tower is used only with model.folder")
+    if run.file.samples.answers:
+        raise SpecError(
+            "samples.answers: this model's images are not read when sampling",
+            "its tower runs as one layer, with the library's own processor",
+            "Leave samples.answers out.",
+        )
     folder = published.path
     token = published.image_token
     if token is None:
@@ -445,9 +474,7 @@ def images_of(run: Run, module: ModuleConfig) -> LibraryImages:
     )
 
 
-def _check_positions(
-    kind: str, found: Tensor, ids: Tensor, processor: LibraryProcessor
-) -> None:
+def _check_positions(kind: str, found: Tensor, ids: Tensor, processor: LibraryProcessor) -> None:
     """Raise SpecError if positions are not those of an image inside counted ones.
 
     They are computed for each image alone (`data.positions.sample_positions`).
@@ -467,9 +494,7 @@ _glues: dict[tuple[str, int, str, str], Glue] = {}
 
 def glue_from(folder: str, token: int, digest: str, config: Any) -> Glue:
     """Return the glue of a folder's model, recorded once per process."""
-    from pathlib import Path
-
-    key = folder, token, digest, config.to_json_string(use_diff=False)
+    key = folder, token, digest, repr(config.to_dict())
     if key not in _glues:
         processor = library_processor(Path(folder), token)
         given = processor.complete(SIZE)

@@ -174,9 +174,7 @@ class LibraryImages(Head):
 
     def example_px(self, rows: int) -> Size:
         """Return the size of the square image whose rows are nearest to a number."""
-        side = min(
-            SIDES_PX, key=lambda px: (abs(self.processor.spelled((px, px)).rows - rows), px)
-        )
+        side = min(SIDES_PX, key=lambda px: (abs(self.processor.spelled((px, px)).rows - rows), px))
         return side, side
 
 

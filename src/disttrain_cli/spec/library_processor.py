@@ -88,7 +88,9 @@ class LibraryProcessor:
         self._processor._check_special_mm_tokens = lambda *_, **__: None  # the recorder's ids
         self._row = tokenizer.convert_ids_to_tokens(image_token)
         if not isinstance(self._row, str):
-            raise self._refused(f"the tokenizer has no token {image_token}, the model's image token")
+            raise self._refused(
+                f"the tokenizer has no token {image_token}, the model's image token"
+            )
         self.spelled = lru_cache(MOST)(self._spelled)
         self.turned = lru_cache(MOST)(self.positions)
         self._check_several()
@@ -207,11 +209,7 @@ class LibraryProcessor:
             made = self._processor(images=list(images), text=text, return_tensors="pt")
         except Exception as error:  # classes of many authors raise anything
             raise ValueError(f"the processor refuses it: {_line(error)}") from None
-        arrays = {
-            name: np.asarray(value)
-            for name, value in made.items()
-            if name not in OF_TEXT
-        }
+        arrays = {name: np.asarray(value) for name, value in made.items() if name not in OF_TEXT}
         return self._recorder.said.text, arrays
 
     def _check_several(self) -> None:
@@ -219,13 +217,14 @@ class LibraryProcessor:
         import numpy as np
 
         text, image = self.placeholder, _blank(SIZE)
-        try:
-            one, alone = self._said(text, [image])
-            two, both = self._said(f"{text}\n{text}", [image, image])
-        except ValueError as error:
-            raise self._refused(f"two images in a text: {error}") from None
-        if two != f"{one}\n{one}":
-            raise self._refused("the text that it writes for an image depends on the others")
+        for between in ("", "\n"):
+            try:
+                one, alone = self._said(text, [image])
+                two, both = self._said(between.join([text, text]), [image, image])
+            except ValueError as error:
+                raise self._refused(f"two images in a text: {error}") from None
+            if two != between.join([one, one]):
+                raise self._refused("the text that it writes for an image depends on the others")
         for name, value in alone.items():
             flat = both[name].reshape(-1)
             if not np.array_equal(flat, np.concatenate([value.reshape(-1)] * 2)):

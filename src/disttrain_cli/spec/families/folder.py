@@ -10,7 +10,7 @@ from typing import Any
 from disttrain_cli.errors import SpecError
 from disttrain_cli.spec.families.defaults import IMAGE_PROCESSORS, class_of, completed
 from disttrain_cli.spec.families.family import Family, Fields, Module
-from disttrain_cli.spec.families.library import library_family
+from disttrain_cli.spec.families.library import default_image_token, library_family
 from disttrain_cli.spec.families.processors import image_processor_fields
 from disttrain_cli.spec.families.table import FAMILIES
 from disttrain_cli.spec.families.videos import video_processor_fields
@@ -86,7 +86,10 @@ class PublishedFolder:
             for fields in (self.config, self.family.defaults)
             for field in self.family.image_token
         )
-        return next((value for value in named if isinstance(value, int)), None)
+        found = next((value for value in named if isinstance(value, int)), None)
+        if found is None and self.family.library:
+            return default_image_token(self.model_type)
+        return found
 
     def image_fields(self) -> tuple[Path, Fields]:
         """Return the image processor's file and its fields, completed with its class's defaults.

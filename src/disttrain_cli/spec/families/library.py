@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
@@ -65,6 +66,14 @@ def library_family(model_type: str) -> Family | None:
         image_token=("image_token_id", "image_token_index"),
         library=True,
     )
+
+
+@cache
+def default_image_token(model_type: str) -> int | None:
+    """Return the id of an image's placeholder in the configuration class of a family."""
+    made = import_module("transformers").CONFIG_MAPPING[model_type]
+    given = getattr(made, "image_token_id", getattr(made, "image_token_index", None))
+    return given if isinstance(given, int) else None
 
 
 def _joins(path: Path, config: Fields) -> dict[str, dict[str, Any]]:
