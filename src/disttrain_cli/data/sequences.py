@@ -176,9 +176,9 @@ class SequencePlan:
             for places, film in zip(self.rows(kind), films, strict=True):
                 read = tokenizer.video if film else tokenizer.image
                 ids[places.seen] = tokenizer.context if item == "target" else read
-        for first, own in self._fixed():
-            fixed = ids[first : first + len(own)]
-            fixed[own >= 0] = own[own >= 0]
+        for first, given in self._fixed():
+            inside = ids[first : first + len(given)]
+            inside[given >= 0] = given[given >= 0]
         texts = [text for row in self.samples.tolist() for text in read_texts(row)]
         for segment, text in zip(np.flatnonzero(self.kinds == TEXT), texts, strict=True):
             first = self.segment_at[segment]

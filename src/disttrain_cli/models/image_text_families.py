@@ -31,16 +31,14 @@ def image_text_families() -> list[Support]:
 
 def _support(model_type: str) -> Support:
     if model_type in FAMILIES:
-        family = FAMILIES[model_type]
-        llm = family.modules["llm"]
-        return Support(model_type, "in layers", llm.architecture or llm.default)
+        module = FAMILIES[model_type].modules["llm"]
+        return Support(model_type, "in layers", module.architecture or module.default)
     try:
         llm = _tried(model_type)
     except SpecError as error:
         return Support(model_type, "whole", "", error.why)
-    if llm not in ARCHITECTURES:
-        return Support(model_type, "whole", llm, f"its LLM, {llm}, is not known")
-    return Support(model_type, "whole", llm)
+    known = llm in ARCHITECTURES
+    return Support(model_type, "whole", llm, None if known else f"its LLM, {llm}, is not known")
 
 
 def _tried(model_type: str) -> str:

@@ -14,6 +14,7 @@ import copy
 import inspect
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,13 +23,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from disttrain_cli.errors import SpecError
 from disttrain_cli.models.architecture import Joined
 from disttrain_cli.models.building import LayerMaker
 from disttrain_cli.models.configs.checks import MISTAKES, ModuleConfig, check_numbers, wrong_field
 from disttrain_cli.models.host import to_device
-from disttrain_cli.models.layer import Batch, TensorSpec
+from disttrain_cli.models.layer import Batch, Items, TensorSpec
 from disttrain_cli.models.parallel import split
 from disttrain_cli.models.towers import EMBEDS, ImageLayer
 from disttrain_cli.spec.library_images import LibraryImages
@@ -73,6 +75,34 @@ class _EmptyOnMeta(TorchFunctionMode):
             if function is torch.empty or made.numel() > LARGE:
                 return made
         return function(*args, **kwargs)
+
+
+class _NumbersOnHost(TorchFunctionMode):
+    """On the meta device integers keep their values on the host, as classes compute shapes of them.
+
+    Together with floating-point tensors, which have no values, they have none.
+    """
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        given = args, kwargs or {}
+        tensors = [one for one in tree_leaves(given) if isinstance(one, Tensor)]
+        if any(one.is_meta for one in tensors):
+            (args, kwargs) = tree_map_only(  # numbers stay: they may be sizes
+                Tensor, lambda one: one.to("meta") if one.ndim else one, given
+            )
+            return function(*args, **kwargs)
+        made = function(*given[0], **given[1])
+        if isinstance(made, Tensor) and made.is_meta and not made.is_floating_point():
+            on_host = tree_map_only(
+                torch.device | str,
+                lambda one: torch.device("cpu") if str(one) == "meta" else one,
+                given,
+            )
+            with torch.device("cpu"):
+                return function(*on_host[0], **on_host[1])
+        return made
 
 
 class Whole(NamedTuple):
@@ -300,13 +330,19 @@ def unfit(tower: nn.Module) -> str | None:
         if isinstance(part, nn.modules.batchnorm._BatchNorm):
             return f"{path} normalises over a batch, which would depend on the layout"
         for name, value in vars(part).items():
-            if isinstance(part, nn.Dropout) or DROPOUT.search(name):
-                if isinstance(value, float) and value:
-                    return f"{path}.{name} is {value}: this dropout would depend on the layout"
+            drops = isinstance(part, nn.Dropout) or DROPOUT.search(name)
+            if drops and isinstance(value, float) and value:
+                return f"{path}.{name} is {value}: this dropout would depend on the layout"
         for name, tensor in part.named_buffers(recurse=False):
             if name not in part._non_persistent_buffers_set and tensor.is_floating_point():
                 return f"the buffer {path}.{name} is a weight of the folder"
     return None
+
+
+#: Names of vision models in base classes; all else is a projector.
+TOWERS = re.compile(r"vision|visual|image_tower")
+
+_unused: dict[str, frozenset[str]] = {}
 
 
 class Tower(ImageLayer):
@@ -316,6 +352,8 @@ class Tower(ImageLayer):
     needs = ("image",)
 
     def __init__(self, module: str, config: Any, head: LibraryImages, glue: Glue) -> None:
+        from transformers import PreTrainedModel
+
         super().__init__()
         self.name, self.module, self.head, self.glue = f"{module}.tower", module, head, glue
         width = config.get_text_config().hidden_size
@@ -329,14 +367,37 @@ class Tower(ImageLayer):
                 part.register_parameter(name, nn.Parameter(parameter.detach().to("meta")))
         names = {path.partition(".")[0] for path, _ in self.tower.named_parameters()}
         self.published = {f"tower.{name}": name for name in sorted(names)}
-        self.vision = next(
-            (name for name in names if re.search(r"vision|visual|image_tower", name)), None
+        self.towers = tuple(
+            f"tower.{name}."
+            for name, part in self.tower.named_children()
+            if TOWERS.search(name) and isinstance(part, PreTrainedModel)
         )
         self._placed: torch.device | None = None
+        key = repr(config.to_dict())
+        if key not in _unused:
+            _unused[key] = self._without_gradients()
+        self.unused = _unused[key]
 
     def owner_of(self, path: str) -> str:
-        own = self.vision is None or path.startswith(f"tower.{self.vision}.")
+        own = not self.towers or path.startswith(self.towers)
         return self.module if own or self.adapted else PROJECTORS
+
+    def trains(self, path: str) -> bool:
+        return path not in self.unused and super().trains(path)
+
+    def _without_gradients(self) -> frozenset[str]:
+        """Return the parameters that images do not reach: norms after the block that is read, …"""
+        example = self.head.example(1)
+        items = Items(
+            [(int(example.table[0]), 1)],
+            {0: [torch.from_numpy(example.values)[None].to("meta")]},
+            {0: [example.table[None]]},
+        )
+        with torch.enable_grad():
+            self.compute({}, Batch({"image": items}))[EMBEDS].sum().backward()
+        unused = {path for path, one in self.named_parameters() if one.grad is None}
+        self.zero_grad(set_to_none=True)
+        return frozenset(unused)
 
     def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
         like = next(self.parameters())
@@ -354,17 +415,22 @@ class Tower(ImageLayer):
         given = {
             argument: inputs[name].to(like.dtype)
             if inputs[name].is_floating_point()
-            else to_device(inputs[name], like.device)
+            else inputs[name] if like.is_meta else to_device(inputs[name], like.device)
             for argument, name in self.glue.inputs
         }
         rows = int(table[0, 0])
         if rows == 1:  # classes squeeze the rows of a batch with one row away
             given = {name: torch.cat([value, value]) for name, value in given.items()}
-        made = getattr(self.tower, FEATURES)(**given, **self.glue.constants, return_dict=True)
-        found = flat_rows(made.pooler_output)[:rows]
-        if len(found) != rows:
-            raise ValueError(f"the tower made {len(found)} rows of an image with {rows} tokens")
-        if rows == count:
+        with _NumbersOnHost() if like.is_meta else nullcontext():
+            made = getattr(self.tower, FEATURES)(**given, **self.glue.constants, return_dict=True)
+            found = flat_rows(made.pooler_output)
+        if len(found) != (2 if rows == 1 else rows):
+            raise SpecError(
+                f"The tower of {self.head.folder} and its processor do not fit",
+                f"{len(found)} rows of an image for which the processor writes {rows} tokens",
+                "Download the folder again, with its processor's files.",
+            )
+        if rows == count == len(found):
             return found
         return found.index_select(0, torch.arange(count, device=found.device) % rows)
 

@@ -158,9 +158,12 @@ class LibraryProcessor:
         """Return all outputs, as the library passes them to its model, for a text of one image."""
         self._processor.tokenizer = self._tokenizer
         try:
-            return dict(
-                self._processor(images=[_blank(size)], text=self.placeholder, return_tensors="pt")
-            )
+            with import_module("torch").device("cpu"):
+                return dict(
+                    self._processor(
+                        images=[_blank(size)], text=self.placeholder, return_tensors="pt"
+                    )
+                )
         except Exception as error:
             raise self._refused(_line(error)) from None
         finally:
@@ -206,7 +209,8 @@ class LibraryProcessor:
         import numpy as np
 
         try:
-            made = self._processor(images=list(images), text=text, return_tensors="pt")
+            with import_module("torch").device("cpu"):  # models are built in another context
+                made = self._processor(images=list(images), text=text, return_tensors="pt")
         except Exception as error:  # classes of many authors raise anything
             raise ValueError(f"the processor refuses it: {_line(error)}") from None
         arrays = {name: np.asarray(value) for name, value in made.items() if name not in OF_TEXT}

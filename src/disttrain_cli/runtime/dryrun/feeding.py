@@ -12,8 +12,8 @@ from disttrain_cli.data.modalities.registry import MODALITIES
 from disttrain_cli.data.positions import sample_positions
 from disttrain_cli.data.sequences import PADDING_DOCUMENT
 from disttrain_cli.data.slots import Ints, ItemArrays, Slot, SlotBatch
-from disttrain_cli.spec.library_images import LibraryImages
 from disttrain_cli.spec.heads import Head, Item, number_of
+from disttrain_cli.spec.library_images import LibraryImages
 
 
 def empty_inputs(slot: Slot, lengths: Sequence[int], unit: str, fields: set[str]) -> SlotBatch:
