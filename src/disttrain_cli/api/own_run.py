@@ -138,11 +138,12 @@ def own_run(folder: Path, model: str, data: str, devices: int, progress: Progres
 def _model_fields(path: Path, config: object) -> Template:
     """Return the section `model` for a published family or a single LLM; SpecError for others."""
     from disttrain_cli.models.architectures import architectures
+    from disttrain_cli.spec.families.folder import family_of
     from disttrain_cli.spec.families.table import FAMILIES
     from disttrain_cli.spec.suggestions import listed
 
     kind = str(config.get("model_type")) if isinstance(config, dict) else ""
-    if kind in FAMILIES:
+    if family_of(kind) is not None:
         return Template(
             "  folder: $folder\n"
             "  # trained: [projectors, llm]  # to leave the vision tower as it is"

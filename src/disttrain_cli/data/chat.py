@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from functools import cached_property
 from itertools import groupby
@@ -32,7 +32,7 @@ from disttrain_cli.data.sources.chats import FILM, MARK, MARKS, no_numbers
 from disttrain_cli.data.sources.samples import Measure, Part, Turn, VideoName
 from disttrain_cli.spec.cutting import ALONE
 from disttrain_cli.spec.cutting import Written as Around
-from disttrain_cli.spec.heads import ImageInput, Numbers
+from disttrain_cli.spec.heads import Head, ImageInput, Numbers
 from disttrain_cli.spec.index import IMAGE, TEXT
 from disttrain_cli.spec.inputs import ModelInputs
 
@@ -77,13 +77,17 @@ class Chat:
         self._mark = image or MARK
         #: by the mark in a conversation: the placeholder that replaces it in the template's output
         self._placeholders = {MARK: self._mark, FILM: video or FILM}
-        self._head: ImageInput | None = None
+        self._head: Head | None = None
         self.fingerprint = template.fingerprint
 
     def of_model(self, inputs: ModelInputs) -> Chat:
         """Return a copy for a model, whose processor may cut images into parts."""
         made = copy(self)
-        made._head = inputs.image
+        made._head = next(iter(inputs.of("image")), None)
+        written = None if made._head is None else made._head.placeholder
+        if written is not None:
+            made._mark = written
+            made._placeholders = self._placeholders | {MARK: written}
         return made
 
     @property
@@ -130,7 +134,7 @@ class Chat:
 
     def _check_films(self) -> None:
         """Raise ValueError if the model or the tokenizer does not support videos."""
-        if self._head is None or self._head.video is None:
+        if not isinstance(self._head, ImageInput) or self._head.video is None:
             raise ValueError("a video: videos are not read without data.video in the run file")
         if self._video is None:
             raise ValueError("a video, for which the tokenizer has no placeholder")
@@ -166,7 +170,7 @@ class Chat:
         spans = spans if self._template.marks else self._answers(messages, text)
         spans = _trained(turns, spans)
         around = around or [ALONE] * len(MARKS.findall(said))
-        text, spans, inside = _with_parts(text, [*self._placeholders.values()], around, spans)
+        text, spans, inside = _with_parts(text, self._rows, around, spans)
         ids, begins, ends = self._tokens(text)
         if (rows := np.count_nonzero(ids == IMAGE_ROW)) != sum(len(one) - 1 for one in around):
             raise ValueError(
@@ -288,6 +292,12 @@ class Chat:
             array[array == self._rules.token_to_id(own)] = IMAGE_ROW
         return array, places[:, 0], places[:, 1]
 
+    @property
+    def _rows(self) -> dict[str, str]:
+        """Tokens of rows, by the placeholder that the template writes."""
+        own = {placeholder: placeholder for placeholder in self._placeholders.values()}
+        return own | {self._mark: self._image or self._mark}
+
     @cached_property
     def _specials(self) -> re.Pattern[str]:
         """Pattern of any special token."""
@@ -385,18 +395,21 @@ def _parts_of(names: Sequence[str], around: Sequence[Around]) -> Iterator[Part]:
 
 
 def _with_parts(
-    text: str, marks: Sequence[str], around: Sequence[Around], spans: Sequence[Span]
+    text: str, rows: Mapping[str, str], around: Sequence[Around], spans: Sequence[Span]
 ) -> tuple[str, list[Span], list[Span]]:
-    """Insert a placeholder for each part of an image or video and the texts around the parts.
+    """Replace placeholders of images and videos by their parts and the texts around the parts.
+
+    Args:
+        rows: by placeholder the token that stands for a part.
 
     Returns:
         (the text, `spans` shifted accordingly, the spans of the inserted placeholders and texts).
     """
-    found = list(re.finditer("|".join(map(re.escape, marks)), text))
+    found = list(re.finditer("|".join(map(re.escape, rows)), text))
     begins = [one.end() for one in found]
     pieces = [text[a:b] for a, b in zip([0, *begins], [one.start() for one in found], strict=False)]
     pieces.append(text[begins[-1] if begins else 0 :])
-    joined = [one[0].join(texts) for one, texts in zip(found, around, strict=True)]
+    joined = [rows[one[0]].join(texts) for one, texts in zip(found, around, strict=True)]
     grown = [len(one) - len(mark[0]) for one, mark in zip(joined, found, strict=True)]
 
     def moved(place: int) -> int:

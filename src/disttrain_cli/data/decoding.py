@@ -64,6 +64,11 @@ def decode_image(
     return _planes(_resized(_decoded(data, image.channels, height, width), height, width), out)
 
 
+def decode_pixels(data: bytes) -> Bytes:
+    """Decode an image of full size to [H, W, RGB], upright."""
+    return np.ascontiguousarray(_decoded(data, 3)[..., ::-1])
+
+
 def decode_tiles(
     data: bytes, image: ImageInput, parts: int, outs: Sequence[tuple[int, Bytes]]
 ) -> None:

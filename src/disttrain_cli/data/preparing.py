@@ -19,7 +19,7 @@ import numpy as np
 from disttrain_cli.data.arrays import mix, ranges
 from disttrain_cli.data.checking import Broken, Files, broken_in, try_decoding
 from disttrain_cli.data.latents import LatentReader, open_latents
-from disttrain_cli.data.modalities.modality import InParts
+from disttrain_cli.data.modalities.modality import InParts, Packing
 from disttrain_cli.data.modalities.registry import MODALITIES
 from disttrain_cli.data.ordering.shared_orders import SharedOrders
 from disttrain_cli.data.packing import Members
@@ -28,9 +28,10 @@ from disttrain_cli.data.sequences import NOT_TRAINED, SequencePlan
 from disttrain_cli.data.slots import Ints, ItemArrays, ReplicaItems, SlotBatch
 from disttrain_cli.data.sources import printable
 from disttrain_cli.data.tokenizer import read_tokenizer
-from disttrain_cli.spec.heads import Head, Item, number_of
+from disttrain_cli.spec.heads import Head, Item, Numbers, number_of
 from disttrain_cli.spec.index import KINDS, TARGET
 from disttrain_cli.spec.inputs import ModelInputs
+from disttrain_cli.spec.library_images import Packed
 from disttrain_cli.spec.places import Places, together
 from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.runfile import Run
@@ -183,9 +184,13 @@ class Preparer:
         if item == "target" and ("weights" in request.fields or asked):
             weights = arrays["weights"] = np.ones(len(segments), np.float32)
             arrays["noise_seeds"] = self._seeds(request.step, segments)
+        packed = {number: heads[number] for number in asked if heads[number].packed}
         values = {
+            number: self._packed(work, head, number, segments, arrays)
+            for number, head in packed.items()
+        } | {
             number: self._blocks(work, heads[number], arrays["grids"], segments, weights)
-            for number in asked or ({0} if weights is not None else ())
+            for number in (asked or ({0} if weights is not None else set())) - packed.keys()
         }
         arrays["values"] = {number: values[number] for number in sorted(asked)}
 
@@ -214,6 +219,29 @@ class Preparer:
                 None if weights is None else weights[at : at + 1],
             )
         return blocks
+
+    def _packed(
+        self, work: Preparation, head: Head, number: int, segments: Ints, arrays: dict[str, Any]
+    ) -> list[Any]:
+        """Return the values of packed items, each a block, and add their tables to `arrays`."""
+        modality = cast(Packing, MODALITIES[head.item])
+        values: list[Any] = [None] * len(segments)
+        tables = arrays.setdefault("tables", {}).setdefault(number, [None] * len(segments))
+
+        def put(at: int, packed: Packed) -> None:
+            values[at], tables[at] = packed.values[None], packed.table[None]
+
+        for at, segment in enumerate(segments.tolist()):
+            numbers = self._index.numbers_of(segment)
+
+            def decode(data: Any, at: int = at) -> None:
+                put(at, modality.pack(data, head))
+
+            def blank(at: int = at, numbers: Numbers = numbers) -> None:
+                put(at, modality.blank_packed(head, numbers))
+
+            self._decode(work, segment, self._reader, decode, None, blank=blank)
+        return values
 
     def _decode_files(
         self, work: Preparation, head: Head, grids: Ints, segments: Ints, outs: list[Any]
@@ -285,8 +313,9 @@ class Preparer:
         decode: Callable[[Any], Any],
         out: Any,
         weight: Any = None,
+        blank: Callable[[], None] | None = None,
     ) -> None:
-        """Submit one file for decoding; if that fails, `out` stays blank.
+        """Submit one file for decoding; if that fails, `out` stays blank, or `blank` is called.
 
         If any file of its sample fails, `weight` and `out` become 0.
         """
@@ -294,6 +323,8 @@ class Preparer:
 
         def task() -> list[Broken]:
             broken = self._tried(sample, segment, files, decode)
+            if broken and blank is not None:
+                blank()
             if weight is not None and (broken := broken or self._broken_in(sample)):
                 weight[:], out[:] = 0, 0
             return broken

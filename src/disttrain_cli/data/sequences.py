@@ -9,7 +9,7 @@ that is a token of a trained text, or EOS of a sample whose last text is trained
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from disttrain_cli.data.slots import Ints
 from disttrain_cli.data.tokenizer import Tokenizer
 from disttrain_cli.spec.heads import Head, ImageInput
 from disttrain_cli.spec.index import ITEMS, KINDS, SAMPLE_SPECIALS, TEXT
+from disttrain_cli.spec.library_images import LibraryImages
 from disttrain_cli.spec.places import Places
 from disttrain_cli.spec.video_processor import Film
 
@@ -86,6 +87,19 @@ class SequencePlan:
             return [self._run(segment) for segment in parts.tolist()]
         return [own.moved(first) for own in placed]
 
+    def _fixed(self) -> Iterator[tuple[int, Ints]]:
+        """Yield the first token of every item with tokens between its rows, and all their ids.
+
+        Rows have negative ids.
+        """
+        for item, kind in KINDS.items():
+            head = next(iter(self.inputs.of(item)), None)
+            if head is None or not head.packed:
+                continue
+            for at in np.flatnonzero(self.kinds == kind).tolist():
+                ids = head.ids(self.index.numbers_of(int(self.segments[at])))
+                yield int(self.segment_at[at]), np.array(ids, dtype=np.int64)
+
     def layout(self) -> tuple[Ints, Ints]:
         """Return (positions [L], or [3, L] with M-RoPE, documents [L]).
 
@@ -112,11 +126,20 @@ class SequencePlan:
 
     def _image_grids(self) -> list[tuple[int, Ints]]:
         """Return (index of the first token, positions) of each image grid (`joined_in_time`)."""
-        head, times = self.inputs.image, dict[int, list[int]]()
-        if head is None:
+        head, times = next(iter(self.inputs.of("image")), None), dict[int, list[int]]()
+        items = np.flatnonzero(self.kinds == ImageInput.kind).tolist()
+        if isinstance(head, LibraryImages):
+            return [
+                (
+                    int(self.segment_at[at]),
+                    head.positions(self.index.numbers_of(int(self.segments[at]))),
+                )
+                for at in items
+            ]
+        if not isinstance(head, ImageInput):
             return []
         grids = list[tuple[int, Ints, int | None]]()
-        for at in np.flatnonzero(self.kinds == ImageInput.kind).tolist():
+        for at in items:
             inside = grid_positions(head.frames(self.grids[at]))
             time = self._time_in_film(head, at, times) if self.films[at] else None
             grids.append((int(self.segment_at[at]), inside, time))
@@ -153,6 +176,9 @@ class SequencePlan:
             for places, film in zip(self.rows(kind), films, strict=True):
                 read = tokenizer.video if film else tokenizer.image
                 ids[places.seen] = tokenizer.context if item == "target" else read
+        for first, given in self._fixed():
+            inside = ids[first : first + len(given)]
+            inside[given >= 0] = given[given >= 0]
         texts = [text for row in self.samples.tolist() for text in read_texts(row)]
         for segment, text in zip(np.flatnonzero(self.kinds == TEXT), texts, strict=True):
             first = self.segment_at[segment]

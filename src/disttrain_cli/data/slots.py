@@ -133,6 +133,8 @@ class ItemArrays:
     #: of each requested encoder or generator, by its number among those of the modality: an array
     #: [n, ...] for each run of equal grids
     values: dict[int, list[NDArray[Any]]] = field(default_factory=dict)
+    #: the same of packed items' tables (`spec.library_images.Packed`), which the host reads
+    tables: dict[int, list[Ints]] = field(default_factory=dict)
     rows: Ints | None = None
     weights: Floats32 | None = None
     noise_seeds: Ints | None = None
@@ -156,14 +158,22 @@ class SlotBatch:
     labels: Ints | None = None
 
 
+#: Fields of `ItemArrays` that are lists of arrays by number.
+LISTS = ("values", "tables")
+
+
 def flat_arrays(batch: SlotBatch) -> dict[str, Any]:
     """Return all arrays by name, such as "token_ids", "image/rows", or "image/values/0", a list."""
     named = {name: value for name, value in vars(batch).items() if name != "items"}
     for item, arrays in batch.items.items():
         named |= {
-            f"{item}/{name}": value for name, value in vars(arrays).items() if name != "values"
+            f"{item}/{name}": value for name, value in vars(arrays).items() if name not in LISTS
         }
-        named |= {f"{item}/values/{number}": value for number, value in arrays.values.items()}
+        named |= {
+            f"{item}/{name}/{number}": value
+            for name in LISTS
+            for number, value in vars(arrays)[name].items()
+        }
     return {name: value for name, value in named.items() if value is not None}
 
 
@@ -172,13 +182,12 @@ def of_flat_arrays(named: Mapping[str, Any]) -> SlotBatch:
     whole: dict[str, Any] = {"items": {}}
     of_items: dict[Item, dict[str, Any]] = {}
     for name, value in named.items():
-        item, _, rest = name.rpartition("/") if "/values/" not in name else name.partition("/")
-        if not item:
+        item, *rest = name.rsplit("/", 2) if name.count("/") > 1 else name.rsplit("/", 1)
+        if not rest:
             whole[name] = value
-        elif rest.startswith("values/"):
-            fields = of_items.setdefault(item, {}).setdefault("values", {})
-            fields[int(rest.removeprefix("values/"))] = value
+        elif len(rest) == 2:
+            of_items.setdefault(item, {}).setdefault(rest[0], {})[int(rest[1])] = value
         else:
-            of_items.setdefault(item, {})[rest] = value
+            of_items.setdefault(item, {})[rest[0]] = value
     whole["items"] = {item: ItemArrays(**fields) for item, fields in of_items.items()}
     return SlotBatch(**whole)

@@ -22,6 +22,7 @@ from disttrain_cli.models import (
     idefics3_vision,
     internvl_vision,
     library_generator,
+    library_tower,
     lumina2,
     pixart,
     qwen3_vision,
@@ -358,6 +359,15 @@ _OWN: dict[str, Architecture] = {
         partial(_merging, qwen3_vision.makers),
         partial(_merging_input, HALVES),
         projectors=("mlp", "none"),
+    ),
+    "library_tower": Architecture(
+        "encoder",
+        "image",
+        "transformers:PreTrainedModel",
+        library_tower.read,
+        library_tower.makers,
+        library_tower.images_of,
+        projectors=("none",),
     ),
     "whisper": Architecture(
         "encoder",

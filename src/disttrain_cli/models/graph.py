@@ -29,6 +29,7 @@ from disttrain_cli.models.lora import check_targets
 from disttrain_cli.spec.files import fingerprint
 from disttrain_cli.spec.heads import Head, ImageInput
 from disttrain_cli.spec.inputs import ModelInputs
+from disttrain_cli.spec.library_images import LibraryImages
 from disttrain_cli.spec.runfile import Run
 from disttrain_cli.spec.stage_graph import parallel_to
 
@@ -78,13 +79,14 @@ def describe(run: Run) -> ModelInputs:
             " out.",
         )
     check_read(run, heads)
+    turned = any(isinstance(head, LibraryImages) and head.mrope for head in heads)
     length = run.file.data.sequence_length
     return ModelInputs(
         llm=llm.name,
         vocabulary=llm.config.vocab_size,
         sequence_length=length,
         windows=library_decoder(llm.config).windows(length),
-        positions=positions_of(llm.config),
+        positions="mrope" if turned else positions_of(llm.config),
         heads=heads,
     )
 

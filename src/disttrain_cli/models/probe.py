@@ -16,6 +16,7 @@ from disttrain_cli.models.graph import LayerInfo, live_tensors
 from disttrain_cli.models.layer import Batch, Items, TensorSpec
 from disttrain_cli.spec.heads import Grid, Item
 from disttrain_cli.spec.inputs import ModelInputs
+from disttrain_cli.spec.library_images import LibraryImages
 from disttrain_cli.spec.work import Work
 
 Given = int | Sequence[Grid]
@@ -160,14 +161,19 @@ def _items(
     generator: torch.Generator,
     device: torch.device | str,
 ) -> Items:
-    values = {}
+    values, tables = {}, {}
     for number, head in enumerate(inputs.of(item)):
+        if isinstance(head, LibraryImages):
+            packed = [head.example(rows * columns) for rows, columns in grids]
+            values[number] = [torch.from_numpy(one.values)[None] for one in packed]
+            tables[number] = [one.table[None] for one in packed]
+            continue
         shapes = [(sum(1 for _ in run), *head.shape_of(grid)) for grid, run in groupby(grids)]
         blocks = [_normal(shape, generator, torch.device(device)) for shape in shapes]
         # without items still an empty tensor, whose shape layers read
         values[number] = blocks or [torch.zeros((0, *head.shape_of((1, 1))))][: int(head.alike)]
     if item != "target":
-        return Items(grids, values, seeds=torch.arange(len(grids)))
+        return Items(grids, values, tables, seeds=torch.arange(len(grids)))
     seeds = torch.randint(2**31, (len(grids),), generator=generator)
     return Items(grids, values, seeds=seeds, weights=torch.ones(len(grids)), noise_seeds=seeds)
 

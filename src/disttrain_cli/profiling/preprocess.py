@@ -105,7 +105,9 @@ def _decode(index: Index, reader: ShardReader, sample: int, item: Item) -> Seen:
         count += (parts := int(index.parts[segment]))
         data, modality = reader.file(sample, segment), MODALITIES[item]
         with contextlib.suppress(ValueError):
-            if head.cuts:
+            if head.packed:
+                modality.check(data, head, grid)
+            elif head.cuts:
                 outs = [(part, modality.blank(head, grid)) for part in range(parts)]
                 cast(InParts, modality).decode_parts(data, head, grid, parts, outs)
             else:

@@ -39,7 +39,7 @@ from disttrain_cli.spec.plan import UnitPlan
 from disttrain_cli.spec.runfile.train import TrainSpec
 
 #: Arrays that the host reads, which are not copied to page-locked memory.
-KEPT = ("grids", "documents", "noise_seeds", "rows", "shares")
+KEPT = frozenset(("grids", "documents", "noise_seeds", "rows", "shares", "tables"))
 #: Coordinates of a rank that is a replica by itself.
 WHOLE = Place()
 
@@ -136,6 +136,7 @@ def to_batch(
                 for number, blocks in arrays_of_item.values.items()
                 if heads[number].module not in place.replicated
             },
+            tables=arrays_of_item.tables,
             **({} if places is None else in_tokens(places, device, own)),
             seeds=tensor(arrays_of_item.seeds),
             weights=tensor(arrays_of_item.weights),
@@ -161,6 +162,7 @@ def to_batch(
         own = Items(
             grids=[whole.grids[index] for index in numbers],
             values={number: [read(value, head) for value in arrays_of_item.values[number]]},
+            tables=arrays_of_item.tables,
             seeds=chosen(whole.seeds),
             weights=chosen(whole.weights),
             noise_seeds=chosen(whole.noise_seeds),
@@ -223,7 +225,11 @@ def own_values(arrays: SlotBatch, inputs: ModelInputs, place: Place) -> SlotBatc
             for run, end in zip(given.values[number], ends, strict=True)
         ]
         values = given.values | {number: [run for run in runs if len(run)]}
-        items[item] = dataclasses.replace(given, values=values)
+        tables = {
+            each: [one for one, here in zip(of_all, own, strict=True) if here]
+            for each, of_all in given.tables.items()
+        }
+        items[item] = dataclasses.replace(given, values=values, tables=tables)
     return dataclasses.replace(arrays, items=items)
 
 
@@ -310,7 +316,7 @@ class PinnedAhead:
 def pinned(arrays: SlotBatch, dtype: torch.dtype) -> SlotBatch:
     """Return the arrays as page-locked tensors, floats in `dtype`; those the host reads stay."""
     copies = {
-        name: value if name.rpartition("/")[2] in KEPT else _locked(name, value, dtype)
+        name: value if KEPT.intersection(name.split("/")) else _locked(name, value, dtype)
         for name, value in flat_arrays(arrays).items()
     }
     return of_flat_arrays(copies)

@@ -84,9 +84,23 @@ class Head(Strict):
         return None
 
     @property
+    def packed(self) -> bool:
+        """True if items have no common shape: values and a table of numbers each (`Packed`)."""
+        return False
+
+    @property
     def cuts(self) -> bool:
         """True if a file may become several parts, each an item, or has texts around it."""
         return False
+
+    @property
+    def placeholder(self) -> str | None:
+        """Text that a chat template writes for an item; None = the token of its rows."""
+        return None
+
+    def ids(self, numbers: Numbers) -> tuple[int, ...] | None:
+        """Return the ids of all tokens of a file, -1 for its rows; None if all are rows."""
+        return None
 
     def written(self, files: Sequence[Numbers]) -> list[Written]:
         """Return the texts before, between and after the parts of each of a sample's files.

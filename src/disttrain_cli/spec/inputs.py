@@ -20,6 +20,7 @@ from disttrain_cli.spec.heads import (
     TargetInput,
     number_of,
 )
+from disttrain_cli.spec.library_images import LibraryImages
 from disttrain_cli.spec.plugins import with_plugins
 
 #: Modality spec classes by item, including those of other packages.
@@ -38,7 +39,8 @@ def _head(value: Any) -> Head:
     item = value.get("item") if isinstance(value, dict) else None
     if item not in HEADS:
         raise ValueError(f"item must be one of {', '.join(HEADS)}")
-    return HEADS[item].model_validate(value)
+    kind = LibraryImages if "form" in value else HEADS[item]
+    return kind.model_validate(value)
 
 
 class ModelInputs(Strict):

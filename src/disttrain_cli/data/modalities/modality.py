@@ -8,7 +8,8 @@ from typing import Any, Protocol
 from numpy.typing import NDArray
 
 from disttrain_cli.data.modalities.media import Media
-from disttrain_cli.spec.heads import Grid, Head
+from disttrain_cli.spec.heads import Grid, Head, Numbers
+from disttrain_cli.spec.library_images import Packed
 
 
 class Modality(Protocol):
@@ -58,3 +59,17 @@ class InParts(Modality, Protocol):
         Raises:
             ValueError: as `decode`.
         """
+
+
+class Packing(Modality, Protocol):
+    """A modality whose specification may pack items (`Head.packed`)."""
+
+    def pack(self, data: bytes, head: Head) -> Packed:
+        """Return a module's input for an item.
+
+        Raises:
+            ValueError: as `decode`.
+        """
+
+    def blank_packed(self, head: Head, numbers: Numbers) -> Packed:
+        """Return a module's input for an item of this size that cannot be decoded."""

@@ -47,6 +47,8 @@ def section_fields(published: PublishedFolder, module: Module) -> dict[str, Any]
         SpecError: the whole model has no such part, or its class does not accept it.
     """
     fields = published.section(module)
+    if published.family.library and module.kind == "llm":  # with the whole class's own defaults
+        fields = whole_config(published).get_text_config().to_dict()
     if module.kind == "llm":
         tied = whole_config(published).tie_word_embeddings
         fields["tie_word_embeddings"] = tied and not _has_another_head(published.path)

@@ -13,6 +13,7 @@ from disttrain_cli.data.positions import sample_positions
 from disttrain_cli.data.sequences import PADDING_DOCUMENT
 from disttrain_cli.data.slots import Ints, ItemArrays, Slot, SlotBatch
 from disttrain_cli.spec.heads import Head, Item, number_of
+from disttrain_cli.spec.library_images import LibraryImages
 
 
 def empty_inputs(slot: Slot, lengths: Sequence[int], unit: str, fields: set[str]) -> SlotBatch:
@@ -42,6 +43,11 @@ def _items(slot: Slot, item: Item, numbers: Ints, fields: set[str], tokens: int)
     weighed = item == "target" and bool(asked or "weights" in fields)
     return ItemArrays(
         grids=grids,
+        tables={
+            number: [head.example(rows * columns).table[None] for rows, columns in grids.tolist()]
+            for number, head in enumerate(slot.inputs.of(item))
+            if number in asked and isinstance(head, LibraryImages)
+        },
         values={number: _values(grids, slot.inputs.of(item)[number]) for number in sorted(asked)},
         # spread evenly over all tokens, of which each rank of a CP group takes its part
         rows=np.arange(rows, dtype=np.int64) * tokens // max(1, rows) if in_llm else None,
@@ -76,6 +82,8 @@ def _sequences(slot: Slot, unit: str, lengths: Sequence[int], fields: set[str]) 
 
 def _values(grids: Ints, head: Head) -> list[Any]:
     """Return, for each run of equal grids, the input arrays of one encoder or generator."""
+    if isinstance(head, LibraryImages):
+        return [head.example(rows * columns).values[None] for rows, columns in grids.tolist()]
     return [
         np.repeat(
             MODALITIES[head.item].blank(head, (rows, columns))[None], sum(1 for _ in run), axis=0

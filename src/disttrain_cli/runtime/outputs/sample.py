@@ -71,6 +71,12 @@ def sample(
         raise UsageError(
             "The model draws no images", "it has no generator", f"Leave {argument('count')} out."
         )
+    if wish.images and any(head.packed for head in inputs.of("image")):
+        raise UsageError(
+            "This model's images are not read when sampling",
+            "its tower runs as one layer, with the library's own processor",
+            f"Export it ({call('export')}), and use transformers' image-text-to-text pipeline.",
+        )
     files = [_read_image(path, inputs.image, inputs.llm) for path in wish.images]
     pictures: list[tuple[str | None, bytes | None]] = [
         (str(path), data) for path, data in zip(wish.images, files, strict=True)

@@ -22,6 +22,8 @@ class Module:
     Attributes:
         section: field of the whole `config.json` that describes it.
         flat: if the section is missing, its fields are at the top level of the whole `config.json`.
+        whole: its class reads the whole `config.json`.
+        without: prefixes of names in the whole model's class that are another module's.
         architecture: its name here; None: the section's own `model_type`, or `default`.
         names: prefixes of names in the module's own published class → in the whole model's class.
         joint: prefixes of paths in its projector that no published tower has ("mlp.0") → in the
@@ -35,6 +37,8 @@ class Module:
     architecture: str | None = None
     default: str = ""
     flat: bool = False
+    whole: bool = False
+    without: tuple[str, ...] = ()
     joint: Mapping[str, str] = field(default_factory=dict)
     mergers: tuple[str, ...] = ()
 
@@ -47,7 +51,7 @@ class Module:
 
         Only names that a whole model alone has are recognised.
         """
-        return any(
+        return not name.startswith(self.without) and any(
             name.startswith(f"{theirs.rstrip('.')}.")
             for own, theirs in self.names.items()
             if theirs != own
@@ -78,6 +82,7 @@ class Family:
         image_token: fields of the whole `config.json` that may name the id of an image's
             placeholder.
         video: returns the video processor's rule from its own fields; None: videos are not read.
+        library: the tower and the processor run as the library has them (`families.library`).
     """
 
     modules: Mapping[str, Module]
@@ -87,6 +92,7 @@ class Family:
     defaults: Fields
     image_token: tuple[str, ...] = ("image_token_id",)
     video: Callable[[Path, Fields], VideoProcessor] | None = None
+    library: bool = False
 
     def of_kind(self, kind: str) -> Module | None:
         """Return the family's module of a kind."""

@@ -10,6 +10,7 @@ from typing import Any
 from disttrain_cli.errors import SpecError
 from disttrain_cli.spec.families.defaults import IMAGE_PROCESSORS, class_of, completed
 from disttrain_cli.spec.families.family import Family, Fields, Module
+from disttrain_cli.spec.families.library import default_image_token, library_family
 from disttrain_cli.spec.families.processors import image_processor_fields
 from disttrain_cli.spec.families.table import FAMILIES
 from disttrain_cli.spec.families.videos import video_processor_fields
@@ -43,6 +44,8 @@ class PublishedFolder:
         """Return its `config.json` with other fields of some modules."""
         fields = dict(self.config)
         for name, others in changed.items():
+            if not others:
+                continue
             module = self.family.modules[name]
             if module.flat and fields.get(module.section) is None:
                 fields |= others
@@ -56,7 +59,7 @@ class PublishedFolder:
         Raises:
             SpecError: the whole model has no such part.
         """
-        fields = self.config.get(module.section)
+        fields = self.config if module.whole else self.config.get(module.section)
         if fields is None and module.flat:
             fields = {
                 name: value for name, value in self.config.items() if name not in self._sections
@@ -68,7 +71,8 @@ class PublishedFolder:
                 f"given: {fields!r}",
                 AGAIN,
             )
-        return {**fields, **({"model_type": module.architecture} if module.architecture else {})}
+        of_class = module.architecture is not None and not module.whole
+        return {**fields, **({"model_type": module.architecture} if of_class else {})}
 
     def architecture(self, module: Module) -> str:
         """Return the name of a module's architecture."""
@@ -82,7 +86,10 @@ class PublishedFolder:
             for fields in (self.config, self.family.defaults)
             for field in self.family.image_token
         )
-        return next((value for value in named if isinstance(value, int)), None)
+        found = next((value for value in named if isinstance(value, int)), None)
+        if found is None and self.family.library:
+            return default_image_token(self.model_type)
+        return found
 
     def image_fields(self) -> tuple[Path, Fields]:
         """Return the image processor's file and its fields, completed with its class's defaults.
@@ -125,6 +132,11 @@ class PublishedFolder:
         }
 
 
+def family_of(model_type: str) -> Family | None:
+    """Return a family of whole models by the model_type of its config.json; None if unknown."""
+    return FAMILIES.get(model_type) or library_family(model_type)
+
+
 def published_in(path: Path) -> PublishedFolder | None:
     """Return the whole model of a known family in a folder, if any.
 
@@ -134,9 +146,10 @@ def published_in(path: Path) -> PublishedFolder | None:
     file = path / CONFIG
     fields = parse_json(file, "model configuration", AGAIN) if file.is_file() else None
     kind = str(fields.get("model_type")) if isinstance(fields, dict) else ""
-    if not isinstance(fields, dict) or kind not in FAMILIES:
+    family = family_of(kind)
+    if not isinstance(fields, dict) or family is None:
         return None
-    return PublishedFolder(path, kind, FAMILIES[kind], fields)
+    return PublishedFolder(path, kind, family, fields)
 
 
 def read_folder(path: Path) -> PublishedFolder:

@@ -79,7 +79,7 @@ def with_folder(value: Any, folder: Path, named: Mapping[str, Path]) -> Any:
             spec["kind"]: spec.get("folder") for spec in filled.values() if isinstance(spec, dict)
         }
         defaults: dict[str, Any] = {"tokenizer": folders.get("llm") or given}
-        if folders.get("encoder") == given:
+        if folders.get("encoder") == given and not published.family.library:
             defaults["max_image_pixels"] = published.processor().most_pixels
         data = {**defaults, **data}
     return {**value, "model": {**model, "modules": {**modules, **filled}}, "data": data}

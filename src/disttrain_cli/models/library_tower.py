@@ -1,0 +1,582 @@
+"""Vision tower and projector of any image-text family as one layer, as the library has them.
+
+Their rows come from the library's `get_image_features`. What the whole model does with these rows
+is recorded once, from its own forward with stand-ins for LLM and tower (`Glue`): a family whose
+rows are anything but the input of the LLM at the places of its image tokens is refused by name.
+
+The layer holds all of the model's base class but the LLM. Its buffers are computed for real though
+its weights are built on the meta device, and are no state: a cast to bf16 would degrade them.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from disttrain_cli.errors import SpecError
+from disttrain_cli.models.architecture import Joined
+from disttrain_cli.models.building import LayerMaker
+from disttrain_cli.models.configs.checks import MISTAKES, ModuleConfig, check_numbers, wrong_field
+from disttrain_cli.models.host import to_device
+from disttrain_cli.models.layer import Batch, Items, TensorSpec
+from disttrain_cli.models.parallel import split
+from disttrain_cli.models.towers import EMBEDS, ImageLayer
+from disttrain_cli.spec.library_images import LibraryImages
+from disttrain_cli.spec.library_processor import (
+    SIZE,
+    LibraryProcessor,
+    digest_of,
+    library_processor,
+)
+from disttrain_cli.spec.runfile import Run
+from disttrain_cli.spec.runfile.model import PROJECTORS, ModuleSpec
+
+FEATURES = "get_image_features"
+#: Names of the LLM and of vision models in base classes.
+LLMS = ("language_model", "text_model")
+DROPOUT = re.compile(r"drop(out|_path|_prob)")
+#: Arguments of an LLM that mean nothing without a cache, or only select outputs.
+IGNORED = (
+    *("past_key_values", "use_cache", "cache_position", "return_dict", "input_ids"),
+    *("output_attentions", "output_hidden_states", "logits_to_keep"),
+)
+STEP = (
+    "Train another model, or its modules by their own folders (model.modules) if their"
+    " architectures are known."
+)
+
+
+#: Functions by which classes allocate weights, and most elements of a buffer.
+ALLOCATING = (torch.empty, torch.zeros, torch.ones, torch.rand, torch.randn, torch.full)
+LARGE = 1 << 22
+
+
+class _EmptyOnMeta(TorchFunctionMode):
+    """Weights take no memory; buffers, which are small and not empty, are computed."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function in ALLOCATING:
+            made = function(*args, **{**kwargs, "device": "meta"})
+            if function is torch.empty or made.numel() > LARGE:
+                return made
+        return function(*args, **kwargs)
+
+
+class _NumbersOnHost(TorchFunctionMode):
+    """On the meta device integers keep their values on the host, as classes compute shapes of them.
+
+    Together with floating-point tensors, which have no values, they have none.
+    """
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        given = args, kwargs or {}
+        tensors = [one for one in tree_leaves(given) if isinstance(one, Tensor)]
+        if any(one.is_meta for one in tensors):
+            (args, kwargs) = tree_map_only(  # numbers stay: they may be sizes
+                Tensor, lambda one: one.to("meta") if one.ndim else one, given
+            )
+            return function(*args, **kwargs)
+        made = function(*given[0], **given[1])
+        if isinstance(made, Tensor) and made.is_meta and not made.is_floating_point():
+            on_host = tree_map_only(
+                torch.device | str,
+                lambda one: torch.device("cpu") if str(one) == "meta" else one,
+                given,
+            )
+            with torch.device("cpu"):
+                return function(*on_host[0], **on_host[1])
+        return made
+
+
+class Whole(NamedTuple):
+    """Class instance of a whole model without memory for weights, and its base model."""
+
+    model: Any
+    base: Any
+    llm: str  # name of the LLM in the base model
+
+
+def whole_model(config: Any) -> Whole:
+    """Return a whole model with buffers but without weights.
+
+    Raises:
+        SpecError: its class does not have the form of a tower before an LLM.
+    """
+    key = repr(config.to_dict())
+    if key not in _wholes:
+        while len(_wholes) >= MOST:
+            del _wholes[next(iter(_wholes))]
+        _wholes[key] = _made(config)
+    return copy.deepcopy(_wholes[key])
+
+
+_wholes: dict[str, Whole] = {}
+MOST = 4  # models whose structure is cached
+
+
+def _made(config: Any) -> Whole:
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    from transformers.initialization import no_init_weights
+
+    kind, made = config.model_type, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
+    if config.is_encoder_decoder:
+        raise refused(kind, f"{made.__name__} is an encoder-decoder")
+    try:
+        with torch.device("cpu"), _EmptyOnMeta(), no_init_weights():
+            model = made(copy.deepcopy(config))
+    except (ImportError, StrictDataclassError, *MISTAKES) as error:
+        raise refused(
+            kind, f"{made.__name__} is not built: {' '.join(str(error).split())}"
+        ) from None
+    base = getattr(model, "model", None)
+    llm = next((name for name in LLMS if isinstance(getattr(base, name, None), nn.Module)), None)
+    if base is None or llm is None or not hasattr(base, FEATURES):
+        why = f"a model with {FEATURES} and an LLM ({' or '.join(LLMS)})"
+        raise refused(kind, f"{made.__name__} has no `model` of the usual form: {why}")
+    return Whole(model, base, llm)
+
+
+def refused(model_type: str, why: str) -> SpecError:
+    """Return the error about a family that is not trained as a whole."""
+    return SpecError(f"model.folder: the family {model_type} cannot be trained exactly", why, STEP)
+
+
+class Glue(NamedTuple):
+    """Arguments of `get_image_features` in the library's own forward."""
+
+    inputs: tuple[tuple[str, str], ...]  # its argument, output of the processor
+    constants: Mapping[str, Any]
+    positions: Tensor | None  # [3, L] of the tokens (M-RoPE); None: counted from 0
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Outputs of the processor that it reads."""
+        return tuple(dict.fromkeys(name for _, name in self.inputs))
+
+
+class _ReachedError(Exception):
+    """The LLM of a whole model was called, with these arguments."""
+
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.arguments = arguments
+
+
+class _Table(nn.Module):
+    """Embeddings that tell ids apart, of any vocabulary."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1, width), requires_grad=False)
+        self.embedding_dim = width
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return -1.0 - ids[..., None].float().expand(*ids.shape, self.embedding_dim)
+
+
+class _Llm(nn.Module):
+    """Stand-in for an LLM."""
+
+    def __init__(self, llm: Any, width: int) -> None:
+        super().__init__()
+        self.__dict__["_of"] = llm
+        self.config, self.embed_tokens = llm.config, _Table(width)
+        self.names = tuple(inspect.signature(llm.forward).parameters)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["_of"], name)
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embed_tokens
+
+    def forward(self, *args: Any, **kwargs: Any) -> None:
+        raise _ReachedError(dict(zip(self.names, args, strict=False)) | kwargs)
+
+
+def glue_of(config: Any, given: Mapping[str, Tensor], image_token: int) -> Glue:
+    """Return how a whole model's forward calls `get_image_features`.
+
+    Args:
+        given: all outputs of its processor for a text with one image.
+
+    Raises:
+        SpecError: it does anything else with the rows than to make them the LLM's input.
+    """
+    whole, kind = whole_model(config), config.model_type
+    base, ids = whole.base, given["input_ids"][0]
+    width = config.get_text_config().hidden_size
+    stand_in = _Llm(getattr(base, whole.llm), width)
+    setattr(base, whole.llm, stand_in)
+    rows = int((ids == image_token).sum())
+    features = 1.0 + torch.arange(rows * width, dtype=torch.float32).view(rows, width)
+    calls, names = list[dict[str, Any]](), _arguments(base)
+
+    def forms() -> Iterator[Any]:
+        yield (features,)
+        yield features[None]
+        yield features
+
+    why = ""
+    for form in forms():
+        calls.clear()
+        base.__dict__[FEATURES] = partial(_features, calls, form, names)
+        try:
+            with torch.no_grad():
+                whole.model(**given)
+        except _ReachedError as reached:
+            positions = _checked(
+                kind, reached.arguments, stand_in, ids, ids == image_token, features
+            )
+            return _glue(kind, calls, given)._replace(positions=positions)
+        except Exception as error:  # other forms of the features fail in any way
+            why = why or f"{type(error).__name__}: {' '.join(str(error).split())}"
+    raise refused(kind, f"its forward does not reach the LLM: {why}")
+
+
+def _arguments(base: Any) -> tuple[str, ...]:
+    return tuple(inspect.signature(getattr(base, FEATURES)).parameters)
+
+
+def _features(
+    calls: list[dict[str, Any]], form: Any, names: tuple[str, ...], *args: Any, **kwargs: Any
+) -> Any:
+    from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+    calls.append(dict(zip(names, args, strict=False)) | kwargs)
+    return BaseModelOutputWithPooling(pooler_output=form)
+
+
+def _glue(kind: str, calls: list[dict[str, Any]], given: Mapping[str, Tensor]) -> Glue:
+    if len(calls) != 1:
+        raise refused(kind, f"its forward calls {FEATURES} {len(calls)} times")
+    inputs, constants = [], {}
+    for name, value in calls[0].items():
+        if not isinstance(value, Tensor):
+            constants[name] = value
+            continue
+        same = [other for other, own in given.items() if own is value or _equal(own, value)]
+        if not same:
+            raise refused(kind, f"its forward changes {name} before {FEATURES}")
+        inputs.append((name, name if name in same else same[0]))
+    constants.pop("return_dict", None)
+    return Glue(tuple(inputs), constants, None)
+
+
+def _equal(one: Any, other: Tensor) -> bool:
+    return isinstance(one, Tensor) and one.shape == other.shape and bool((one == other).all())
+
+
+def _checked(
+    kind: str,
+    arguments: Mapping[str, Any],
+    llm: _Llm,
+    ids: Tensor,
+    rows: Tensor,
+    features: Tensor,
+) -> Tensor | None:
+    """Return the three positions of an LLM's tokens, or None if they are counted.
+
+    Raises:
+        SpecError: it gets anything else but rows and a causal mask.
+    """
+    embeds, length = arguments.get("inputs_embeds"), len(rows)
+    if embeds is None or embeds.shape[:2] != (1, length):
+        raise refused(kind, "its LLM does not read the rows as embeddings of a text's tokens")
+    if not torch.equal(embeds[0, rows].float(), features):
+        raise refused(kind, "its forward changes the tower's rows before the LLM reads them")
+    if not torch.equal(embeds[0, ~rows].float(), llm.embed_tokens(ids)[~rows]):
+        raise refused(kind, "its forward changes the embeddings of tokens around an image")
+    counted, positions = torch.arange(length), None
+    for name, value in arguments.items():
+        if name == "inputs_embeds" or name in IGNORED or value is None:
+            continue
+        if name == "attention_mask":
+            if not isinstance(value, Tensor) or value.ndim != 2 or not value.bool().all():
+                raise refused(kind, "its image tokens attend to later ones")
+        elif name == "position_ids":
+            if value.ndim == 3:
+                positions = value[-3:, 0]
+            elif not torch.equal(value.reshape(-1), counted):
+                raise refused(kind, "the positions of its tokens are not counted from 0")
+        elif name in llm.names:
+            raise refused(kind, f"its LLM also reads {name}")
+    return positions
+
+
+def unfit(tower: nn.Module) -> str | None:
+    """Return why a tower's function depends on more than its images; None if it does not."""
+    for path, part in tower.named_modules():
+        if isinstance(part, nn.modules.batchnorm._BatchNorm):
+            return f"{path} normalises over a batch, which would depend on the layout"
+        for name, value in vars(part).items():
+            drops = isinstance(part, nn.Dropout) or DROPOUT.search(name)
+            if drops and isinstance(value, float) and value:
+                return f"{path}.{name} is {value}: this dropout would depend on the layout"
+        for name, tensor in part.named_buffers(recurse=False):
+            if name not in part._non_persistent_buffers_set and tensor.is_floating_point():
+                return f"the buffer {path}.{name} is a weight of the folder"
+    return None
+
+
+#: Names of vision models in base classes; all else is a projector.
+TOWERS = re.compile(r"vision|visual|image_tower")
+
+_unused: dict[str, frozenset[str]] = {}
+
+
+class Tower(ImageLayer):
+    """Images → rows of embeddings for the LLM."""
+
+    kind = "tower"
+    needs = ("image",)
+
+    def __init__(self, module: str, config: Any, head: LibraryImages, glue: Glue) -> None:
+        from transformers import PreTrainedModel
+
+        super().__init__()
+        self.name, self.module, self.head, self.glue = f"{module}.tower", module, head, glue
+        width = config.get_text_config().hidden_size
+        self.writes = (TensorSpec(EMBEDS, "image", "tokens", (width,), split=True),)
+        whole = whole_model(config)
+        self.tower = whole.base
+        delattr(self.tower, whole.llm)
+        self.constants = _taken_buffers(self.tower)
+        for part in self.tower.modules():
+            for name, parameter in part.named_parameters(recurse=False):
+                part.register_parameter(name, nn.Parameter(parameter.detach().to("meta")))
+        names = {path.partition(".")[0] for path, _ in self.tower.named_parameters()}
+        self.published = {f"tower.{name}": name for name in sorted(names)}
+        self.towers = tuple(
+            f"tower.{name}."
+            for name, part in self.tower.named_children()
+            if TOWERS.search(name) and isinstance(part, PreTrainedModel)
+        )
+        self._placed: torch.device | None = None
+        key = repr(config.to_dict())
+        if key not in _unused:
+            _unused[key] = self._without_gradients()
+        self.unused = _unused[key]
+
+    def owner_of(self, path: str) -> str:
+        own = not self.towers or path.startswith(self.towers)
+        return self.module if own or self.adapted else PROJECTORS
+
+    def trains(self, path: str) -> bool:
+        return path not in self.unused and super().trains(path)
+
+    def _without_gradients(self) -> frozenset[str]:
+        """Return the parameters that images do not reach: norms after the block that is read, …"""
+        example = self.head.example(1)
+        items = Items(
+            [(int(example.table[0]), 1)],
+            {0: [torch.from_numpy(example.values)[None].to("meta")]},
+            {0: [example.table[None]]},
+        )
+        with torch.enable_grad():
+            self.compute({}, Batch({"image": items}))[EMBEDS].sum().backward()
+        unused = {path for path, one in self.named_parameters() if one.grad is None}
+        self.zero_grad(set_to_none=True)
+        return frozenset(unused)
+
+    def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
+        like = next(self.parameters())
+        self._place(like.device)
+        items = batch.of("image")
+        each = zip(items.values[0], items.tables[0], items.grids, strict=True)
+        rows = torch.cat(
+            [self._rows(values, table, count, like) for values, table, (count, _) in each]
+        )
+        return {EMBEDS: split(rows[self.of_group(len(rows))], self.group)}
+
+    def _rows(self, values: Tensor, table: Any, count: int, like: Tensor) -> Tensor:
+        """Return the `count` rows of an image; of an example (`LibraryImages.example`), about."""
+        inputs = unpacked(self.head.inputs, values, table[0])
+        given = {
+            argument: inputs[name].to(like.dtype)
+            if inputs[name].is_floating_point()
+            else inputs[name]
+            if like.is_meta
+            else to_device(inputs[name], like.device)
+            for argument, name in self.glue.inputs
+        }
+        rows = int(table[0, 0])
+        if rows == 1:  # classes squeeze the rows of a batch with one row away
+            given = {name: torch.cat([value, value]) for name, value in given.items()}
+        with _NumbersOnHost() if like.is_meta else nullcontext():
+            made = getattr(self.tower, FEATURES)(**given, **self.glue.constants, return_dict=True)
+            found = flat_rows(made.pooler_output)
+        if len(found) != (2 if rows == 1 else rows):
+            raise SpecError(
+                f"The tower of {self.head.folder} and its processor do not fit",
+                f"{len(found)} rows of an image for which the processor writes {rows} tokens",
+                "Download the folder again, with its processor's files.",
+            )
+        if rows == count == len(found):
+            return found
+        return found.index_select(0, torch.arange(count, device=found.device) % rows)
+
+    def _place(self, device: torch.device) -> None:
+        """Move the buffers, which are no state of the layer, to a device."""
+        if self._placed == device:
+            return
+        for path, name, tensor in self.constants:
+            self.tower.get_submodule(path).__dict__[name] = tensor.to(device)
+        self._placed = device
+
+
+def flat_rows(pooled: Any) -> Tensor:
+    """Return the rows of all images, in order, from any of the forms that classes return."""
+    rows = (
+        torch.cat([flat_rows(one) for one in pooled])
+        if isinstance(pooled, (list, tuple))
+        else pooled
+    )
+    return rows.reshape(-1, rows.shape[-1])
+
+
+def unpacked(names: tuple[str, ...], values: Tensor, table: Any) -> dict[str, Tensor]:
+    """Return the inputs of an image from their packed form (`library_images.Packed`).
+
+    Integers stay on the host.
+    """
+    numbers, at, first = np.asarray(table).tolist(), 1, 0
+    flat, inputs = values.flatten(), dict[str, Tensor]()
+    for name in names:
+        floats, dimensions = numbers[at : at + 2]
+        shape = numbers[at + 2 : at + 2 + dimensions]
+        at, size = at + 2 + dimensions, int(np.prod(shape))
+        if floats:
+            inputs[name] = flat[first : first + size].view(shape)
+            first += size
+        else:
+            with torch.device("cpu"):
+                inputs[name] = torch.tensor(numbers[at : at + size]).view(shape)
+            at += size
+    return inputs
+
+
+def _taken_buffers(model: nn.Module) -> list[tuple[str, str, Tensor]]:
+    """Take the buffers out of a model: (path of their module, name, value)."""
+    taken = []
+    for path, part in model.named_modules():
+        for name, tensor in list(part.named_buffers(recurse=False)):
+            del part._buffers[name]
+            taken.append((path, name, tensor))
+    return taken
+
+
+def read(
+    name: str, architecture: str, spec: ModuleSpec, fields: dict[str, Any]
+) -> tuple[Any, None]:
+    """Return the configuration of a whole model, whose tower is a module.
+
+    Raises:
+        SpecError: its class does not accept it, or it cannot be trained exactly.
+    """
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import CONFIG_MAPPING
+
+    if spec.config:
+        raise wrong_field(name, "config", spec.config, "nothing: the folder's config.json is used")
+    check_numbers(name, fields)
+    kind = str(fields.get("model_type"))
+    try:
+        config = CONFIG_MAPPING[kind].from_dict(copy.deepcopy(fields))
+    except (StrictDataclassError, *MISTAKES) as error:
+        raise refused(kind, " ".join(str(error).split())) from None
+    whole = whole_model(config)
+    delattr(whole.base, whole.llm)
+    if why := unfit(whole.base):
+        raise refused(kind, why)
+    return config, None
+
+
+def images_of(run: Run, module: ModuleConfig) -> LibraryImages:
+    """Return the tower's requirements: images as the folder's own processor prepares them."""
+    published = run.published
+    if published is None or published.file.parent != run.resolve(
+        run.file.model.modules[module.name].folder or ""
+    ):
+        raise refused(module.config.model_type, "its tower is used only with model.folder")
+    if run.file.samples.answers:
+        raise SpecError(
+            "samples.answers: this model's images are not read when sampling",
+            "its tower runs as one layer, with the library's own processor",
+            "Leave samples.answers out.",
+        )
+    folder = published.path
+    token = published.image_token
+    if token is None:
+        token = getattr(module.config, "image_token_id", None)
+    if not isinstance(token, int):
+        raise refused(module.config.model_type, "its config.json names no image_token_id")
+    glue = glue_from(str(folder), token, digest_of(folder), module.config)
+    return LibraryImages(
+        module=module.name,
+        folder=str(folder),
+        image_token=token,
+        inputs=glue.names,
+        digest=digest_of(folder),
+        mrope=glue.positions is not None,
+    )
+
+
+def _check_positions(kind: str, found: Tensor, ids: Tensor, processor: LibraryProcessor) -> None:
+    """Raise SpecError if positions are not those of an image inside counted ones.
+
+    They are computed for each image alone (`data.positions.sample_positions`).
+    """
+    inside = torch.from_numpy(processor.positions(SIZE))
+    first = int((ids == processor.row).nonzero()[0])
+    made = torch.arange(len(ids)).repeat(3, 1)
+    stop = first + inside.shape[1]
+    made[:, first:stop] = first + inside
+    made[:, stop:] = first + 1 + inside[1:].max() + torch.arange(len(ids) - stop)
+    if not torch.equal(made, found):
+        raise refused(kind, "its positions are of a form that is not known")
+
+
+_glues: dict[tuple[str, int, str, str], Glue] = {}
+
+
+def glue_from(folder: str, token: int, digest: str, config: Any) -> Glue:
+    """Return the glue of a folder's model, recorded once per process."""
+    key = folder, token, digest, repr(config.to_dict())
+    if key not in _glues:
+        processor = library_processor(Path(folder), token)
+        given = processor.complete(SIZE)
+        glue = glue_of(config, given, token)
+        if glue.positions is not None:
+            _check_positions(config.model_type, glue.positions, given["input_ids"][0], processor)
+        _glues[key] = glue
+    return _glues[key]
+
+
+def makers(joined: Joined) -> list[LayerMaker]:
+    """Return the factory of the one layer."""
+    module, head = joined.module, joined.head
+    assert isinstance(head, LibraryImages)
+    glue = glue_from(head.folder, head.image_token, head.digest, module.config)
+    std = getattr(module.config.vision_config, "initializer_range", 0.02)
+    return [LayerMaker(partial(Tower, module.name, module.config, head, glue), std)]

@@ -1,0 +1,127 @@
+"""Towers that run as the library has them: their rows, what is recorded of a whole model's forward,
+and families that are refused."""
+
+from __future__ import annotations
+
+import io
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+
+from disttrain_cli.errors import SpecError
+from disttrain_cli.models import library_tower
+from disttrain_cli.models.image_text_families import image_text_families
+from disttrain_cli.models.layer import Batch, Items
+from disttrain_cli.spec.library_images import LibraryImages
+from disttrain_cli.spec.library_processor import digest_of
+from tests.data.test_parts import picture
+from tests.library_models import FAMILIES, REFUSED, write
+
+SIZES = [(50, 30), (16, 16), (200, 41), (31, 100)]
+
+
+def written(folder: Path, family: str) -> tuple[Any, Any, LibraryImages, library_tower.Glue]:
+    model, processor = write(folder, family)
+    token = model.config.image_token_id
+    glue = library_tower.glue_from(str(folder), token, digest_of(folder), model.config)
+    head = LibraryImages(
+        module="vision",
+        folder=str(folder),
+        image_token=token,
+        inputs=glue.names,
+        digest=digest_of(folder),
+        mrope=glue.positions is not None,
+    )
+    return model, processor, head, glue
+
+
+@pytest.mark.parametrize("family", [one for one in FAMILIES if one not in REFUSED])
+def test_the_rows_of_an_image_are_the_librarys_own(tmp_path: Path, family: str) -> None:
+    """One by one as in a batch, whatever their sizes."""
+    model, processor, head, glue = written(tmp_path, family)
+    tower = library_tower.Tower("vision", model.config, head, glue).to_empty(device="cpu")
+    own, layers = model.model.state_dict(), dict(tower.named_parameters())
+    assert {tower.published_path(path) for path in layers} == {
+        name for name in own if not name.startswith(("language_model.", "text_model."))
+    }
+    for path, parameter in layers.items():
+        parameter.data.copy_(own[str(tower.published_path(path))])
+    for size in SIZES:
+        image, text = Image.open(io.BytesIO(picture(*size))), head.placeholder
+        rows = head.processor.spelled(size).rows
+        packed = head.pack(head.processor.inputs(np.array(image.convert("RGB"))), rows)
+        items = Items(
+            [(rows, 1)], {0: [torch.from_numpy(packed.values)[None]]}, {0: [packed.table[None]]}
+        )
+        given = processor(images=[image, image], text=f"{text}\n{text}", return_tensors="pt")
+        arguments = {argument: given[name] for argument, name in glue.inputs}
+        with torch.no_grad():
+            made = tower({}, Batch({"image": items}))["image_embeds"]
+            there = model.model.get_image_features(
+                **arguments, **glue.constants, return_dict=True
+            ).pooler_output
+        expected = library_tower.flat_rows(there)[:rows]
+        torch.testing.assert_close(made, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("family", "why"), REFUSED.items())
+def test_a_family_whose_forward_does_more_is_refused(tmp_path: Path, family: str, why: str) -> None:
+    with pytest.raises(SpecError) as raised:
+        written(tmp_path, family)
+    assert why in raised.value.why
+
+
+@pytest.mark.parametrize(
+    ("part", "why"),
+    [
+        (nn.Dropout(0.1), "dropout would depend on the layout"),
+        (nn.BatchNorm2d(4), "normalises over a batch"),
+        (partial(nn.Module.register_buffer, name="b", tensor=torch.ones(2)), "a weight of the"),
+    ],
+)
+def test_a_tower_that_depends_on_more_than_its_images_is_refused(part: Any, why: str) -> None:
+    tower = nn.Module()
+    part(tower) if isinstance(part, partial) else tower.add_module("part", part)
+    assert why in str(library_tower.unfit(tower))
+    assert library_tower.unfit(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.0))) is None
+
+
+def test_a_forward_that_changes_rows_tokens_or_positions_is_refused() -> None:
+    ids, width = torch.tensor([5, 9, 9, 6]), 4
+    rows, features = ids == 9, torch.arange(8.0).view(2, 4)
+    llm = library_tower._Llm(SimpleNamespace(config=None, forward=lambda deep: None), width)
+    embeds = llm.embed_tokens(ids)
+    embeds[rows] = features
+    check = partial(library_tower._checked, "any", llm=llm, ids=ids, rows=rows, features=features)
+    plain = {"inputs_embeds": embeds[None], "attention_mask": torch.ones(1, 4), "use_cache": False}
+    assert check(plain) is None
+    turned = torch.arange(4).expand(3, 1, 4)
+    assert torch.equal(check(plain | {"position_ids": turned}), turned[:, 0])
+    for other, why in (
+        ({"inputs_embeds": 2 * embeds[None]}, "changes the tower's rows"),
+        ({"inputs_embeds": (embeds - (~rows[:, None]).float())[None]}, "tokens around an image"),
+        ({"attention_mask": torch.ones(1, 1, 4, 4)}, "attend to later ones"),
+        ({"position_ids": torch.zeros(1, 4)}, "not counted from 0"),
+        ({"deep": features}, "also reads deep"),
+    ):
+        with pytest.raises(SpecError) as raised:
+            check(plain | other)
+        assert why in raised.value.why
+
+
+@pytest.mark.slow
+def test_every_family_of_the_library_runs_or_is_refused_with_a_reason() -> None:
+    supported = {one.model_type: one for one in image_text_families()}
+    assert len(supported) > 90
+    assert all(one.refused != "" for one in supported.values())
+    assert {"vipllava", "mistral3", "janus", "llava"} <= {
+        name for name, one in supported.items() if one.refused is None
+    }
+    assert "encoder-decoder" in str(supported["florence2"].refused)

@@ -1,0 +1,41 @@
+"""Whole published models of families that are known by the library alone: the loss of their
+conversations is the library's own, by its own processor and chat template."""
+
+import numpy as np
+import pytest
+import torch
+
+from disttrain_cli.data.indexing.building import build_index
+from disttrain_cli.models.graph import describe
+from disttrain_cli.spec.runfile.published import is_all
+from tests.data.test_parts import SIZES, told, write_json
+from tests.library_models import FAMILIES, REFUSED, write
+from tests.models.test_whole import loaded, loss_of
+from tests.runtime.test_whole_conversations import loaded_batch
+from tests.whole_models import run_of
+
+#: Families that wait for their LLM, for weights that the library splits, or are refused.
+WAITING = {"qwen2_vl", "glm46v", "lfm2_vl", "qianfan_ocr", *REFUSED}
+
+
+@pytest.mark.parametrize("family", [one for one in FAMILIES if one not in WAITING])
+def test_the_loss_of_conversations_is_the_librarys_own(tmp_path, family):
+    model, processor = write(tmp_path / "whole", family)
+    write_json(tmp_path / "data")
+    run = run_of(tmp_path / "whole", data={"sequence_length": 1024}, global_batch_size=1)
+    assert is_all(run.published, run.file.model)
+    layers, index = loaded(run), build_index(run, describe(run))
+    assert not index.skipped and len(index) == len(SIZES)
+    batch = loaded_batch(run, index, layers)
+    total, count = torch.zeros(()), 0
+    for sizes in SIZES:
+        given = told(processor, sizes)
+        trained = torch.tensor(given.pop("assistant_masks"))[0].bool()
+        given = {key: torch.as_tensor(np.array(value)) for key, value in given.items()}
+        with torch.no_grad():
+            logits = model(**given).logits[0]
+        labels = torch.where(trained, given["input_ids"][0], -100)[1:]
+        total += torch.nn.functional.cross_entropy(logits[:-1], labels, reduction="sum")
+        count += int((labels >= 0).sum())
+    assert int((batch.labels >= 0).sum()) == count == batch.label_tokens
+    torch.testing.assert_close(loss_of(layers, batch), total / count, atol=1e-4, rtol=0)
