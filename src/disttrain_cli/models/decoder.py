@@ -188,8 +188,10 @@ class Block(DecoderLayer):
         self.kind = self._library.kind(number)
         self.layer = self._library.layer(number)
         self._restarts = restart(self.layer)
+        # a recurrent mixer calls its linears once per length of documents
+        self.row_by_row = self.row_by_row and not self._restarts
         self.published = {"layer": self._library.layer_name(number)}
-        self.constants = frozenset(
+        self.untrained = frozenset(
             path for path, parameter in self.named_parameters() if not parameter.requires_grad
         )
         heads = self._library.heads
@@ -287,7 +289,8 @@ def _vision_spans(batch: Batch) -> Spans:
     rows = batch.of("image").at
     if rows is None or not len(rows):
         return ()
-    sample = np.searchsorted(np.cumsum(batch.sample_lengths), rows, "right")
+    ends = np.cumsum(np.array(batch.sample_lengths or [], np.int64))
+    sample = np.searchsorted(ends, rows, "right")
     cuts = np.flatnonzero((np.diff(rows) != 1) | (np.diff(sample) != 0)) + 1
     return tuple((int(run[0]), int(run[-1]) + 1) for run in np.split(rows, cuts))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from disttrain_cli.errors import SpecError
-from disttrain_cli.models.architectures import ARCHITECTURES
+from disttrain_cli.models.architectures import architectures
 from disttrain_cli.models.library_tower import refused, unfit, whole_model
 from disttrain_cli.spec.families.library import library_classes, library_family
 from disttrain_cli.spec.families.table import FAMILIES
@@ -37,7 +37,7 @@ def _support(model_type: str) -> Support:
         llm = _tried(model_type)
     except SpecError as error:
         return Support(model_type, "whole", "", error.why)
-    known = llm in ARCHITECTURES
+    known = llm in architectures()
     return Support(model_type, "whole", llm, None if known else f"its LLM, {llm}, is not known")
 
 

@@ -183,7 +183,7 @@ class PipelineLayer(nn.Module):
     adapted: bool = False
     saved: frozenset[str] = frozenset()  # paths of parameters trained in addition to adapters
     # paths of parameters that no gradient changes: buffers that the published model stores
-    constants: frozenset[str] = frozenset()
+    untrained: frozenset[str] = frozenset()
     # True: a projector that the published model has inside the module (Qwen-VL's merger); its
     # weights are trained as projectors, unless the module has adapters
     joint: bool = False
@@ -264,7 +264,7 @@ class PipelineLayer(nn.Module):
 
     def trains(self, path: str) -> bool:
         """Return True if a parameter is trained whenever its owner is."""
-        if self.frozen or path in self.constants:
+        if self.frozen or path in self.untrained:
             return False
         own = self.adapted and self.owner_of(path) == self.module
         return not own or is_adapter(path) or path in self.saved

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from disttrain_cli.models import experts, recurrent
 from disttrain_cli.models.attention import Segments, packed
-from disttrain_cli.models.configs.decoders import parts_of, plan_of, published_class_of
+from disttrain_cli.models.configs.decoders import parts_of, plan_of, published_class_of, sees_vision
 from disttrain_cli.models.division import Division, colwise, per_head, rowwise
 from disttrain_cli.models.fused import RmsNorm
 from disttrain_cli.models.layer import ADAPTER
@@ -249,8 +249,11 @@ class LibraryDecoder:
         """Each layer's heads of queries, of keys and values, and their width.
 
         None if a layer's rows depend on others in another way than by such heads: then no CP group
-        can share the rows of a sample (latent keys and values, recurrent mixers).
+        can share the rows of a sample (latent keys and values, recurrent mixers, vision tokens that
+        see later ones).
         """
+        if any(sees_vision(self.config)):
+            return None
         known = [_heads(layer) for layer in self.layers if not recurrent.mixers(layer)]
         whole = [one for one in known if one is not None]
         return whole if len(whole) == len(self.layers) else None
@@ -383,7 +386,6 @@ def _name_constants(part: nn.Module) -> None:
         if name not in part._non_persistent_buffers_set:
             delattr(part, name)
             part.register_parameter(name, nn.Parameter(buffer.to("meta"), requires_grad=False))
-            part.__dict__.setdefault("constants", set()).add(name)
 
 
 @cache

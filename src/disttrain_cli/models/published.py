@@ -203,7 +203,8 @@ def published_class(architecture: str) -> Any:
         SpecError: the installed transformers has no such model.
     """
     entry = architectures().get(architecture)
-    path = f"diffusers:{architecture}" if architecture in VAES else entry and entry.published
+    path = entry.published if entry is not None else None
+    path = f"diffusers:{architecture}" if architecture in VAES else path
     if path is not None:
         module, _, name = path.partition(":")
         return getattr(import_module(module), name)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from disttrain_cli.models.building import LayerMaker
 from disttrain_cli.models.configs.generators import whole_model
-from disttrain_cli.models.division import Division
+from disttrain_cli.models.division import colwise, per_head, rowwise
 from disttrain_cli.models.flux import Out, Stream, packed
 from disttrain_cli.models.fused import with_own_norms
 from disttrain_cli.models.generator import (
@@ -32,14 +32,12 @@ from disttrain_cli.models.processors import with_own_attention
 from disttrain_cli.models.rotary import turns
 
 # Heads and FFNs of both streams are sharded; the timestep's modulation is replicated.
-DIVISION = Division(
-    column=(
-        *("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj"),
-        *("img_mlp.net.0.proj", "txt_mlp.net.0.proj"),
-    ),
-    row=("to_out.0", "to_add_out", "img_mlp.net.2", "txt_mlp.net.2"),
-    per_head=("norm_q", "norm_k", "norm_added_q", "norm_added_k"),
-)
+DIVISION = {
+    **colwise("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj"),
+    **colwise("img_mlp.net.0.proj", "txt_mlp.net.0.proj"),
+    **rowwise("to_out.0", "to_add_out", "img_mlp.net.2", "txt_mlp.net.2"),
+    **per_head("norm_q", "norm_k", "norm_added_q", "norm_added_k"),
+}
 
 
 class In(Start):
