@@ -425,15 +425,22 @@ def _computed(call: Arguments, rows: int) -> dict[Place, tuple[int, ...]]:
     return found
 
 
-class _EmptyOnMeta(TorchFunctionMode):
-    """Mode under which uninitialised tensors, those of weights, are on the meta device."""
+#: Factories of weights; elements of a tensor that is a weight, not a table of constants.
+_FACTORIES = (torch.empty, torch.zeros, torch.ones, torch.rand, torch.randn, torch.full)
+_LARGE = 1 << 22
+
+
+class _WeightsOnMeta(TorchFunctionMode):
+    """Mode under which uninitialised and large tensors, as weights are, are on the meta device."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is torch.empty and kwargs.get("device") is None:
-            kwargs = {**kwargs, "device": "meta"}
+        if func in _FACTORIES and kwargs.get("device") is None:
+            made = func(*args, **{**kwargs, "device": "meta"})
+            if func is torch.empty or made.numel() > _LARGE:
+                return made
         return func(*args, **kwargs)
 
 
@@ -441,7 +448,7 @@ class _EmptyOnMeta(TorchFunctionMode):
 def _empty_weights() -> Iterator[None]:
     from transformers.initialization import no_init_weights
 
-    with no_init_weights(), torch.device("cpu"), _EmptyOnMeta():
+    with no_init_weights(), torch.device("cpu"), _WeightsOnMeta():
         yield
 
 
