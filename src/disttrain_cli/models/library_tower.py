@@ -415,7 +415,9 @@ class Tower(ImageLayer):
         given = {
             argument: inputs[name].to(like.dtype)
             if inputs[name].is_floating_point()
-            else inputs[name] if like.is_meta else to_device(inputs[name], like.device)
+            else inputs[name]
+            if like.is_meta
+            else to_device(inputs[name], like.device)
             for argument, name in self.glue.inputs
         }
         rows = int(table[0, 0])
