@@ -16,7 +16,7 @@ from disttrain_cli.spec.families.table import FAMILIES
 
 
 class Support(NamedTuple):
-    """How a family is trained; `refused` has the reason if it is not."""
+    """Support of a family; `refused` has the reason if it is not trained."""
 
     model_type: str
     tower: str  # "in layers", or "whole": as one layer
