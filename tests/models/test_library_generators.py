@@ -409,7 +409,7 @@ def test_images_are_drawn(made, family):
 
 @pytest.mark.parametrize("family", FAMILY)
 def test_half_precision_at_unshifted_times(made, family):
-    run, _, layers, batch, state = made(family, noise={})
+    _, _, layers, batch, state = made(family, noise={})
     layers = [layer.to(torch.bfloat16) for layer in layers]
     loss = through(layers, batch, {"context": state["context"].bfloat16()})["loss/image"]
     loss.backward()
