@@ -32,8 +32,10 @@ COUNTS = (5, 7 + 6 + 8 + 5 + 3)
 UNREAD = {
     f"{PAINTER}.block.2": ("attn.add_q_proj.bias", "attn.norm_added_q.weight"),
     f"{SCROLL}.block.1": (
-        *("attn.add_q_proj.bias", "attn.norm_added_q.weight", "attn.to_add_out.bias"),
-        *("txt_mlp.net.0.proj.bias", "txt_mlp.net.2.bias"),
+        *("attn.add_q_proj.bias", "attn.norm_added_q.weight"),
+        *("attn.to_add_out.weight", "attn.to_add_out.bias"),
+        *("txt_mlp.net.0.proj.weight", "txt_mlp.net.0.proj.bias"),
+        *("txt_mlp.net.2.weight", "txt_mlp.net.2.bias"),
     ),
 }
 
