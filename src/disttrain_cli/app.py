@@ -68,6 +68,7 @@ COMMANDS = (
     "export",
     "data",
     "doctor",
+    "models",
     "schema",
 )
 

@@ -17,8 +17,8 @@ from torch import nn
 
 from disttrain_cli.errors import SpecError
 from disttrain_cli.models import library_tower
-from disttrain_cli.models.image_text_families import image_text_families
 from disttrain_cli.models.layer import Batch, Items
+from disttrain_cli.models.supported import image_text_families
 from disttrain_cli.spec.library_images import LibraryImages
 from disttrain_cli.spec.library_processor import digest_of
 from tests.data.test_parts import picture

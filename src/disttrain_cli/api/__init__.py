@@ -28,7 +28,7 @@ from disttrain_cli.api.opening import open_run
 from disttrain_cli.api.outputs import export, sample
 from disttrain_cli.api.planning import checked_plan, compare_clusters, plan
 from disttrain_cli.api.ranks import dry_run, dry_run_steps
-from disttrain_cli.api.starting import doctor, init, schema
+from disttrain_cli.api.starting import doctor, init, models, schema
 from disttrain_cli.api.training import emit, preflight, rehearse, train
 from disttrain_cli.errors import DisttrainError
 
@@ -53,6 +53,7 @@ __all__ = [
     "holds",
     "init",
     "look",
+    "models",
     "open_run",
     "plan",
     "preflight",

@@ -1,8 +1,9 @@
-"""First steps before a run: `init`, `doctor`, `schema`."""
+"""First steps before a run: `init`, `doctor`, `models`, `schema`."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -14,6 +15,7 @@ from disttrain_cli.spec.progress import Progress, silent
 
 if TYPE_CHECKING:
     from disttrain_cli.api.environment import Environment
+    from disttrain_cli.models.supported import Decoder, ImageText
 
 Artefact = Literal["runfile", "profile", "plan"]
 TINY = "tiny"  # default preset
@@ -142,6 +144,40 @@ def doctor() -> Environment:
     from disttrain_cli.api.environment import examine
 
     return examine()
+
+
+@dataclass(frozen=True)
+class Families:
+    """Model families of the installed transformers."""
+
+    transformers: str  # version
+    decoders: list[Decoder]
+    image_text: list[ImageText]
+
+
+def models(names: Sequence[str] = (), progress: Progress = silent) -> Families:
+    """Try the model families of the installed transformers, and return which of them run.
+
+    Args:
+        names: parts of names; without any, all families.
+
+    Raises:
+        UsageError: no family has such a name.
+    """
+    import transformers
+
+    from disttrain_cli.models.supported import decoders, image_text_families
+
+    progress("trying families", 0, 0)
+    found = Families(
+        transformers.__version__, decoders(tuple(names)), image_text_families(tuple(names))
+    )
+    if not found.decoders and not found.image_text:
+        raise UsageError(
+            f"transformers {transformers.__version__} has no family named {', '.join(names)}",
+            next_step="Name a part of a model_type, or none for all of them.",
+        )
+    return found
 
 
 def schema(kind: Artefact = "runfile") -> dict[str, Any]:

@@ -68,7 +68,11 @@ from disttrain_cli.models.configs.videos import with_video
 from disttrain_cli.models.configs.wholes import section_fields
 from disttrain_cli.models.generator import Canvas
 from disttrain_cli.models.layer import PipelineLayer
-from disttrain_cli.models.library_decoder import NoPipeline, library_decoder
+from disttrain_cli.models.library_decoder import (
+    LibraryDecoder,
+    NoPipeline,
+    library_decoder,
+)
 from disttrain_cli.models.posterior import posterior_of
 from disttrain_cli.models.projectors import FORMS, Joint
 from disttrain_cli.models.towers import ImageLayer
@@ -97,16 +101,31 @@ def _transformer(class_name: str, check: Any) -> Callable[..., tuple[Any, None]]
     return read
 
 
-def _read_decoder(
+def read_decoder(
     name: str, architecture: str, spec: ModuleSpec, fields: dict[str, Any]
 ) -> tuple[Any, None]:
+    """Return the checked configuration of a decoder of transformers.
+
+    Raises:
+        SpecError: a field is unknown or wrong, or the decoder does not run as pipeline layers.
+    """
     from transformers import CONFIG_MAPPING
 
     config = read_transformer(
         CONFIG_MAPPING[architecture], decoders.check_decoder, name, architecture, spec, fields
     )
+    decoder_of(architecture, config, f"model.modules.{name}: ")
+    return config, None
+
+
+def decoder_of(architecture: str, config: Any, where: str = "") -> LibraryDecoder:
+    """Return the library's model of a decoder's configuration.
+
+    Raises:
+        SpecError: it does not run as pipeline layers.
+    """
     try:
-        library_decoder(config)
+        return library_decoder(config)
     except (NoPipeline, SpecError, *MISTAKES) as error:
         reason = f"its classes fail: {error!r}"
         if isinstance(error, SpecError):
@@ -114,11 +133,10 @@ def _read_decoder(
         elif isinstance(error, NoPipeline):
             reason = str(error)
         raise SpecError(
-            f"model.modules.{name}: this {architecture} does not run as pipeline layers",
+            f"{where}this {architecture} does not run as pipeline layers",
             " ".join(reason.split()),
             "Correct its configuration; else it is of a kind that is not supported.",
         ) from None
-    return config, None
 
 
 def _tower_config(class_name: str, check: Any) -> Callable[..., tuple[Any, None]]:
@@ -409,7 +427,7 @@ def architectures() -> dict[str, Architecture]:
             "llm",
             "sequence",
             decoders.FAMILIES.get(name, Family()).published,
-            _read_decoder,
+            read_decoder,
             _decoder,
         )
         for name in sorted(names)

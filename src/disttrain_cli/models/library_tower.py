@@ -29,6 +29,7 @@ from disttrain_cli.errors import SpecError
 from disttrain_cli.models.architecture import Joined
 from disttrain_cli.models.building import LayerMaker
 from disttrain_cli.models.configs.checks import MISTAKES, ModuleConfig, check_numbers, wrong_field
+from disttrain_cli.models.configs.decoders import sees_vision
 from disttrain_cli.models.host import to_device
 from disttrain_cli.models.layer import Batch, Items, TensorSpec
 from disttrain_cli.models.parallel import split
@@ -312,7 +313,7 @@ def _checked(
         if name == "inputs_embeds" or name in IGNORED or value is None:
             continue
         if name == "attention_mask":
-            if not isinstance(value, Tensor) or value.ndim != 2 or not value.bool().all():
+            if not _is_causal(value) and not _sees_images(value, llm.config, rows):
                 raise refused(kind, "its image tokens attend to later ones")
         elif name == "position_ids":
             if value.ndim == 3:
@@ -322,6 +323,40 @@ def _checked(
         elif name in llm.names:
             raise refused(kind, f"its LLM also reads {name}")
     return positions
+
+
+def _is_causal(mask: Any) -> bool:
+    """Return True if a forward's mask hides no token: then the LLM's own mask is causal."""
+    return isinstance(mask, Tensor) and mask.ndim == 2 and bool(mask.bool().all())
+
+
+def _sees_images(masks: Any, config: Any, rows: Tensor) -> bool:
+    """Return True if masks by type of layer are those with which the decoder's layers run.
+
+    These are causal, in some layers within a window, and in some the tokens of an image see each
+    other (`configs.decoders.sees_vision`).
+    """
+    sees = dict(zip(config.layer_types or (), sees_vision(config), strict=False))
+    if not isinstance(masks, dict) or not masks.keys() >= sees.keys() or not any(sees.values()):
+        return False
+    at = torch.arange(len(rows))
+    back = at[:, None] - at
+    image = torch.cumsum((~rows).long(), 0)  # equal within a run of image tokens
+    together = rows[:, None] & rows & (image[:, None] == image)
+    for kind, spans in sees.items():
+        mask = masks[kind]
+        seen = (back >= 0) | together if spans else back >= 0
+        if "sliding" in kind:
+            seen &= back < config.sliding_window
+        if mask is None:
+            given = back >= 0
+        elif isinstance(mask, Tensor) and mask.shape[-2:] == seen.shape:
+            given = mask[0, 0] if mask.dtype == torch.bool else mask[0, 0] == 0
+        else:
+            return False
+        if not torch.equal(given, seen):
+            return False
+    return True
 
 
 def unfit(tower: nn.Module) -> str | None:

@@ -148,6 +148,7 @@ MISTAKES = (
     ArithmeticError,
     AttributeError,
     RuntimeError,
+    ImportError,  # of a package that a class needs
 )
 
 #: Check of a transformers configuration; raises SpecError.

@@ -200,8 +200,14 @@ def check_length(name: str, config: Any, longest: int) -> None:
 
 
 def _check_sections(name: str, config: Any) -> None:
-    """Raise SpecError unless M-RoPE's sections (time, rows, columns) sum to half a head."""
-    sections, half = config.rope_parameters.get("mrope_section"), head_width(config) // 2
+    """Raise SpecError unless M-RoPE's sections (time, rows, columns) sum to half a head.
+
+    Of a head with partly rotary features half of those.
+    """
+    sections = config.rope_parameters.get("mrope_section")
+    partly = getattr(config, "partial_rotary_factor", None)
+    share = config.rope_parameters.get("partial_rotary_factor", partly)
+    half = int(head_width(config) * (1.0 if share is None else share)) // 2
     if sections is None and half == 64:
         return  # the classes' defaults
     given = isinstance(sections, (list, tuple)) and [isinstance(one, int) for one in sections]
