@@ -161,7 +161,8 @@ def test_outputs_of_the_loaded_classes_equal_the_trained_models(
     }
     configs, models = read_configs(run), {}
     for name in said.modules:
-        kind = "vae" if name.endswith("_vae") else configs[name].architecture
+        vae = name.endswith("_vae")
+        kind = configs["image_generator"].vae["_class_name"] if vae else configs[name].architecture
         models[name] = published_class(kind).from_pretrained(tmp_path / "out" / name).eval()
         assert said.modules[name].loads_with.endswith(type(models[name]).__name__)
     projectors = load_file(tmp_path / "out" / "projectors.safetensors")
