@@ -388,7 +388,13 @@ FAMILIES: dict[str, Tiny] = {
         "Gemma3",
         gemma3,
         SIGLIP,
-        LLM | {"head_dim": 12, "sliding_window": 16},
+        LLM
+        | {
+            "model_type": "gemma3_text",
+            "head_dim": 12,
+            "sliding_window": 16,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
         {"mm_tokens_per_image": 4},
     ),
     "lfm2_vl": Tiny(
@@ -442,7 +448,6 @@ FAMILIES: dict[str, Tiny] = {
 
 #: Families that are refused, and why.
 REFUSED = {
-    "gemma3": "its image tokens attend to later ones",
     "idefics2": "the text that it writes for an image depends on the others",
     "ovis2": "visual_indicator_features",
 }

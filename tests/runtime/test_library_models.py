@@ -15,7 +15,7 @@ from tests.runtime.test_whole_conversations import loaded_batch
 from tests.whole_models import run_of
 
 #: Families that wait for their LLM, for weights that the library splits, or are refused.
-WAITING = {"qwen2_vl", "glm46v", "lfm2_vl", "qianfan_ocr", *REFUSED}
+WAITING = set()
 
 
 @pytest.mark.parametrize("family", [one for one in FAMILIES if one not in WAITING])

@@ -81,7 +81,7 @@ def refuse_missing(name: str, config: Mapping[str, Any], section: str) -> None:
 #: integers.
 MOST_LAYERS, MOST_IDS, MOST_WIDTH = 256, 2**24, 2**17
 LAYERS = re.compile(r"depth|(^|_)layers($|_)")
-IDS = re.compile(r"vocab|position|window|_id($|_)|_ids$")
+IDS = re.compile(r"vocab|position|window|_id($|_)|_ids$|_token_index$")
 #: Fields that determine no size, or whose upper limits are checked where they are used.
 FREE = re.compile(r"^(rope|initializer|max_length|sample_size|num_train)")
 
