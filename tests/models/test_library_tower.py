@@ -58,7 +58,9 @@ def test_the_rows_of_an_image_are_the_librarys_own(tmp_path: Path, family: str) 
         rows = head.processor.spelled(size).rows
         packed = head.pack(head.processor.inputs(np.array(image.convert("RGB"))), rows)
         items = Items(
-            [(rows, 1)], {0: [torch.from_numpy(packed.values)[None]]}, {0: [packed.table[None]]}
+            [(rows, 1)],
+            {0: [torch.from_numpy(packed.values)[None]]},
+            tables={0: [packed.table[None]]},
         )
         given = processor(images=[image, image], text=f"{text}\n{text}", return_tensors="pt")
         arguments = {argument: given[name] for argument, name in glue.inputs}

@@ -133,13 +133,13 @@ class ItemArrays:
     #: of each requested encoder or generator, by its number among those of the modality: an array
     #: [n, ...] for each run of equal grids
     values: dict[int, list[NDArray[Any]]] = field(default_factory=dict)
-    #: the same of packed items' tables (`spec.library_images.Packed`), which the host reads
-    tables: dict[int, list[Ints]] = field(default_factory=dict)
     rows: Ints | None = None
     weights: Floats32 | None = None
     noise_seeds: Ints | None = None
     seeds: Ints | None = None
     shares: Floats32 | None = None  # of the rows, as in `spec.places.Places`
+    #: as `values`, the tables of packed items (`spec.library_images.Packed`), which the host reads
+    tables: dict[int, list[Ints]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -68,9 +68,6 @@ class Items:
     #: inputs of the encoders or generators on the stage, by index in the modality: per run of equal
     #: grids [n, …]
     values: Mapping[int, list[Tensor]] = field(default_factory=dict)
-    #: of packed items, which are all runs of their own: their table, on the host
-    #: (`spec.library_images.Packed`)
-    tables: Mapping[int, list[NDArray[np.int64]]] = field(default_factory=dict)
     # [R] int64, positions in M·L of their tokens, in order; in a CP group, indices among the rank's
     # local tokens, for the tokens there
     rows: Tensor | None = None
@@ -80,6 +77,9 @@ class Items:
     seeds: Tensor | None = None  # [N] int64, from (seed, step, sample), equal on all ranks
     weights: Tensor | None = None  # [N] float32, 0 = could not be decoded; targets only
     noise_seeds: Tensor | None = None  # [N] int64, as `seeds`; targets only
+    #: of packed items, which are all runs of their own: their table, on the host
+    #: (`spec.library_images.Packed`)
+    tables: Mapping[int, list[NDArray[np.int64]]] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.grids)

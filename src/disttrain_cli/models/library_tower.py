@@ -426,7 +426,7 @@ class Tower(ImageLayer):
         items = Items(
             [(int(example.table[0]), 1)],
             {0: [torch.from_numpy(example.values)[None].to("meta")]},
-            {0: [example.table[None]]},
+            tables={0: [example.table[None]]},
         )
         with torch.enable_grad():
             self.compute({}, Batch({"image": items}))[EMBEDS].sum().backward()

@@ -173,7 +173,7 @@ def _items(
         # without items still an empty tensor, whose shape layers read
         values[number] = blocks or [torch.zeros((0, *head.shape_of((1, 1))))][: int(head.alike)]
     if item != "target":
-        return Items(grids, values, tables, seeds=torch.arange(len(grids)))
+        return Items(grids, values, tables=tables, seeds=torch.arange(len(grids)))
     seeds = torch.randint(2**31, (len(grids),), generator=generator)
     return Items(grids, values, seeds=seeds, weights=torch.ones(len(grids)), noise_seeds=seeds)
 

@@ -67,7 +67,9 @@ class ModelInputs(Strict):
         Annotated[
             SerializeAsAny[Head],
             PlainValidator(_head),
-            WithJsonSchema({"anyOf": [head.model_json_schema() for head in HEADS.values()]}),
+            WithJsonSchema(
+                {"anyOf": [one.model_json_schema() for one in (*HEADS.values(), LibraryImages)]}
+            ),
         ]
     ] = Field(
         default_factory=list,
