@@ -179,7 +179,9 @@ def qwen2_vl() -> Any:
     import transformers
 
     named = {"image_token": "<image>", "video_token": "<video>"}
-    words = words_of(("<video>",), "<image>", **named)
+    words = words_of(("<video>", "<start>", "<end>"), "<image>", **named)
+    # the library takes images without anything between them for one
+    words.chat_template = words.chat_template.replace("<image>", "<start><image><end>")
     fields = {"size": {"shortest_edge": 256, "longest_edge": 4096}, "patch_size": 4}
     return transformers.Qwen2VLProcessor(
         transformers.Qwen2VLImageProcessor(**fields, merge_size=2),
@@ -193,7 +195,9 @@ def glm46v() -> Any:
     import transformers
 
     named = {"image_token": "<image>", "video_token": "<video>"}
-    words = words_of(("<video>",), "<image>", **named)
+    words = words_of(("<video>", "<start>", "<end>"), "<image>", **named)
+    # the library takes images without anything between them for one
+    words.chat_template = words.chat_template.replace("<image>", "<start><image><end>")
     fields = {"size": {"shortest_edge": 512, "longest_edge": 8192}, "patch_size": 4}
     return transformers.Glm46VProcessor(
         transformers.Glm46VImageProcessor(**fields, merge_size=2),

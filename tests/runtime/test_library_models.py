@@ -14,11 +14,7 @@ from tests.models.test_whole import loaded, loss_of
 from tests.runtime.test_whole_conversations import loaded_batch
 from tests.whole_models import run_of
 
-#: Families that wait for their LLM, for weights that the library splits, or are refused.
-WAITING = set()
-
-
-@pytest.mark.parametrize("family", [one for one in FAMILIES if one not in WAITING])
+@pytest.mark.parametrize("family", [one for one in FAMILIES if one not in REFUSED])
 def test_the_loss_of_conversations_is_the_librarys_own(tmp_path, family):
     model, processor = write(tmp_path / "whole", family)
     write_json(tmp_path / "data")
