@@ -45,6 +45,7 @@ def test_the_commands_are_the_promised_ones():
         "sample",
         "export",
         "doctor",
+        "models",
         "schema",
         "data serve",
         "data index",

@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from disttrain_cli.errors import SpecError
-from disttrain_cli.models import attention, merged
-from disttrain_cli.models.attention import IGNORED, Rule, Segments, attend, kernel_for
+from disttrain_cli.models import attention, library_attention, merged
+from disttrain_cli.models.attention import Rule, Segments, attend, kernel_for
 
 CPU = torch.device("cpu")
 
@@ -281,19 +281,19 @@ def test_no_argument_is_left_out_in_silence(more, named):
     rows = dict.fromkeys(("query", "key", "value"), torch.zeros(1, 2, 8, 4))
     given = rows | {"attention_mask": Segments([3, 5], CPU)} | more
     with pytest.raises(SpecError) as raised:
-        attention._attend(SimpleNamespace(is_causal=True), **given)
+        library_attention._attend(SimpleNamespace(is_causal=True), **given)
     assert re.search(named, raised.value.why) and "position_ids" not in raised.value.why
 
 
 def test_arguments_that_change_nothing_are_ignored():
     query = torch.randn(1, 2, 8, 4)
     module, segments = SimpleNamespace(is_causal=False), Segments([3, 5], CPU)
-    more = dict.fromkeys(IGNORED, torch.ones(1)) | {
+    more = dict.fromkeys(library_attention.IGNORED, torch.ones(1)) | {
         "position_bias": None,
         "output_attentions": False,
     }
-    made, _ = attention._attend(module, query, query, query, segments, is_causal=True, **more)
-    plain, _ = attention._attend(SimpleNamespace(is_causal=True), query, query, query, segments)
+    made, _ = library_attention._attend(module, query, query, query, segments, is_causal=True, **more)
+    plain, _ = library_attention._attend(SimpleNamespace(is_causal=True), query, query, query, segments)
     assert torch.equal(made, plain)
 
 
@@ -390,5 +390,5 @@ def test_a_result_lies_row_by_row_however_its_queries_lie() -> None:
     gpu = torch.device("meta")
     heads = [torch.empty(1, 2, 8, 16, dtype=torch.bfloat16, device=gpu) for _ in range(3)]
     module = SimpleNamespace(is_causal=False)
-    made, _ = attention._attend(module, *heads, Segments([3, 5], gpu))  # from [N, H, L, D]
+    made, _ = library_attention._attend(module, *heads, Segments([3, 5], gpu))  # from [N, H, L, D]
     assert made.is_contiguous() and made.shape == (1, 8, 2, 16)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from disttrain_cli.errors import SpecError
-from disttrain_cli.models.attention import Segments, packed
+from disttrain_cli.models.attention import Segments
+from disttrain_cli.models.library_attention import packed
 from disttrain_cli.models.masks import within
 
 LENGTHS = [5, 1, 19, 8]

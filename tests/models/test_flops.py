@@ -2,10 +2,10 @@ import pytest
 import torch
 
 from disttrain_cli.models import decoder, unet, vae, vit, whisper
-from disttrain_cli.models.attention import packed
 from disttrain_cli.models.flops import count_flops, layer_flops
 from disttrain_cli.models.generator import Canvas
 from disttrain_cli.models.graph import build_layers, describe, layer_table
+from disttrain_cli.models.library_attention import packed
 from disttrain_cli.models.noise import Noise
 from disttrain_cli.models.probe import probe_batch, probe_work, state_at
 from disttrain_cli.models.projectors import Joint

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from disttrain_cli.models import recurrent
-from disttrain_cli.models.attention import PACKED, Segments, _attend, packed
+from disttrain_cli.models.attention import Segments
 from disttrain_cli.models.division import piece, shard_of, whole_shape
 from disttrain_cli.models.flops import layer_flops
 from disttrain_cli.models.layer import Batch, PipelineLayer
+from disttrain_cli.models.library_attention import PACKED, _attend, packed
 from disttrain_cli.models.operators import layer_operators
 from disttrain_cli.models.tensor_parallel import pieces, shard
 

@@ -14,6 +14,7 @@ from tests.models.test_whole import loaded, loss_of
 from tests.runtime.test_whole_conversations import loaded_batch
 from tests.whole_models import run_of
 
+
 @pytest.mark.parametrize("family", [one for one in FAMILIES if one not in REFUSED])
 def test_the_loss_of_conversations_is_the_librarys_own(tmp_path, family):
     model, processor = write(tmp_path / "whole", family)

@@ -20,7 +20,7 @@ training and for planning:
 Values of another width than the keys (multi-head latent attention) are padded with zeros for
 `varlen` and `grouped`, as transformers does for flash attention; the others take them as they are.
 
-transformers' layers call it if their configuration selects it (`packed`), with the segments passed
+transformers' layers call it through `library_attention`, with the segments passed
 as the mask (`masks`); diffusers' layers call it through their processors (`processors`). In a CP
 group each rank attends with a share of the heads (`ulysses`), or with its local rows (`gathered`).
 """
@@ -49,8 +49,6 @@ from disttrain_cli.models.merged import CAUSAL, Call, Later, merged
 from disttrain_cli.models.scored import Capped, Seen, scored
 from disttrain_cli.models.torch_versions import varlen_attn
 from disttrain_cli.models.ulysses import to_heads, to_rows
-
-PACKED = "packed"
 
 Kernel = Literal["varlen", "efficient", "grouped", "scored"]
 #: Limits of flash attention (torch 2.11 to 2.13): widest head, step of head widths, minimum compute
@@ -650,92 +648,3 @@ def _masked(query: Tensor, key: Tensor, value: Tensor, how: _How) -> Tensor:
             )
         )
     return torch.cat(made, dim=2)
-
-
-#: Keyword arguments that transformers' layers pass to attention and that change nothing here.
-IGNORED = {
-    "position_ids": "rotary factors are applied before; the segments say where samples begin",
-    "cache_position": "rows are those of whole samples, without a cache",
-    "past_key_values": "the layer has added to the cache before",
-    "use_cache": "the layer has added to the cache before",
-    "cu_seq_lens_q": "for flash attention: borders, which the segments are",
-    "cu_seq_lens_k": "for flash attention: borders, which the segments are",
-    "max_length_q": "for flash attention: the longest segment",
-    "max_length_k": "for flash attention: the longest segment",
-    "deterministic": "for flash attention: the order in which it sums gradients",
-    "position_embeddings": "rotary factors are applied before",
-    "output_hidden_states": "read by the model, not by attention",
-    "output_router_logits": "read by the model, not by attention",
-    "return_dict": "read by the model, not by attention",
-    "num_items_in_batch": "read by the loss, not by attention",
-}
-
-
-def packed(config: Any) -> Any:
-    """Make a transformers configuration use attention within segments, and return it.
-
-    What the library's models pass as masks to their layers are then segments (`masks.within`).
-    """
-    from transformers import AttentionInterface, AttentionMaskInterface
-
-    from disttrain_cli.models.masks import mask
-
-    AttentionInterface.register(PACKED, _attend)
-    AttentionMaskInterface.register(PACKED, mask)
-    config._attn_implementation = PACKED
-    return config
-
-
-def _attend(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Segments,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    is_causal: bool | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **more: Any,
-) -> tuple[Tensor, None]:
-    """Compute attention for transformers' layers, heads first: [N, H, L, D] → [N, L, H, D].
-
-    Raises:
-        SpecError: the layer asks for what is not computed here; never is a part left out.
-    """
-    refused = [name for name, value in more.items() if value is not None and value is not False]
-    refused = [name for name in refused if name not in IGNORED]
-    if dropout:
-        refused.append("dropout")
-    if not isinstance(attention_mask, Segments):
-        refused.append(f"a mask of its own ({type(attention_mask).__name__})")
-    elif key.shape[2] != query.shape[2]:
-        refused.append(f"{key.shape[2]} keys for {query.shape[2]} queries")
-    elif attention_mask.rule is is_causal is None and not hasattr(module, "is_causal"):
-        refused.append("a mask of which nothing says whether it is causal")
-    elif s_aux is not None and s_aux.shape != query.shape[1:2]:
-        refused.append(f"s_aux of shape {list(s_aux.shape)} for {query.shape[1]} heads")
-    if refused:
-        raise SpecError(
-            f"{type(module).__name__} cannot attend within packed samples",
-            f"it asks attention for {', '.join(refused)}, which is not computed on packed rows",
-            "Choose another model family.",
-        )
-    rows = _Rows(*(tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value)))
-    # The result has the layout of its queries: with heads before rows it would be copied and saved
-    # twice.
-    rows = rows._replace(query=rows.query.contiguous())
-    made = attend(
-        rows.query,
-        rows.key,
-        rows.value,
-        attention_mask,
-        scale=scaling,
-        causal=bool(getattr(module, "is_causal", True) if is_causal is None else is_causal),
-        window=sliding_window,
-        softcap=softcap,
-        sinks_H=s_aux,
-    )
-    return made.unflatten(0, (len(query), -1)), None

@@ -22,11 +22,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from disttrain_cli.models import experts, recurrent
-from disttrain_cli.models.attention import Segments, packed
+from disttrain_cli.models.attention import Segments
 from disttrain_cli.models.configs.decoders import parts_of, plan_of, published_class_of, sees_vision
 from disttrain_cli.models.division import Division, colwise, per_head, rowwise
 from disttrain_cli.models.fused import RmsNorm
 from disttrain_cli.models.layer import ADAPTER
+from disttrain_cli.models.library_attention import packed
 from disttrain_cli.models.library_frame import PER_LAYER, TOKEN_INPUTS, Arguments, Frame, Place
 from disttrain_cli.models.own_kernels import with_own_kernels
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from contextlib import nullcontext, suppress
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +19,6 @@ from disttrain_cli.models import masks
 from disttrain_cli.models.attention import Rule, Segments
 from disttrain_cli.models.configs.decoders import DYNAMIC
 from disttrain_cli.models.host import to_device
-
-if TYPE_CHECKING:
-    from disttrain_cli.models.library_decoder import LibraryDecoder
 
 #: Field of a configuration, and method of a base model, for per-layer embeddings of tokens.
 PER_LAYER, TOKEN_INPUTS = "hidden_size_per_layer_input", "get_per_layer_inputs"
@@ -83,6 +80,7 @@ class Frame:
     """The library's base model around its layers, on a device.
 
     Args:
+        decoder: the family's `LibraryDecoder`.
         weights: module with the base model's weights beside its layers, by the same names; None: on
             stages without them, what they compute is left out of the layers' arguments.
         first_only: stop at the first layer.
@@ -90,7 +88,7 @@ class Frame:
 
     def __init__(
         self,
-        decoder: LibraryDecoder,
+        decoder: Any,
         device: torch.device,
         *,
         weights: nn.Module | None = None,
@@ -156,9 +154,9 @@ class Frame:
 
 
 class Tail:
-    """What the library's class does with its final norm's output: head, logit scale, soft cap."""
+    """The library's class after its final norm: head, logit scale, soft cap."""
 
-    def __init__(self, decoder: LibraryDecoder) -> None:
+    def __init__(self, decoder: Any) -> None:
         self._names, self._model = decoder.names, None
         if decoder.has_head:
             self._model = copy.copy(decoder.model)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from disttrain_cli.errors import SpecError
 from disttrain_cli.models import recurrent
 from disttrain_cli.models.architectures import architectures, decoder_of, read_decoder
-from disttrain_cli.models.attention import packed
+from disttrain_cli.models.library_attention import packed
 from disttrain_cli.models.library_tower import refused, unfit, whole_model
 from disttrain_cli.spec.families.library import library_classes, library_family
 from disttrain_cli.spec.families.table import FAMILIES

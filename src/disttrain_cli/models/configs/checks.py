@@ -173,7 +173,7 @@ def read_transformer(
     import transformers
     from huggingface_hub.errors import StrictDataclassError
 
-    from disttrain_cli.models.attention import packed
+    from disttrain_cli.models.library_attention import packed
 
     made = getattr(transformers, made) if isinstance(made, str) else made
     known = {*inspect.get_annotations(made), *getattr(made, "attribute_map", {})}
