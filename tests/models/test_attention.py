@@ -292,8 +292,12 @@ def test_arguments_that_change_nothing_are_ignored():
         "position_bias": None,
         "output_attentions": False,
     }
-    made, _ = library_attention._attend(module, query, query, query, segments, is_causal=True, **more)
-    plain, _ = library_attention._attend(SimpleNamespace(is_causal=True), query, query, query, segments)
+    made, _ = library_attention._attend(
+        module, query, query, query, segments, is_causal=True, **more
+    )
+    plain, _ = library_attention._attend(
+        SimpleNamespace(is_causal=True), query, query, query, segments
+    )
     assert torch.equal(made, plain)
 
 

@@ -236,6 +236,7 @@ def test_stable_diffusions_vae_encoder(size, expected):
     from disttrain_cli.models.configs import known_fields
 
     config = {
+        "_class_name": "AutoencoderKL",
         **known_fields("AutoencoderKL"),
         "block_out_channels": [128, 256, 512, 512],
         "layers_per_block": 2,

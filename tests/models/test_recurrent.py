@@ -339,6 +339,7 @@ def test_shards_by_heads_sum_to_the_whole_mixer(family):
     layer, path = mixer_of(family)
     whole = layer.get_submodule(path)
     layer.name, layer.division = family, recurrent.division(layer)
+    layer.unsharded = False
     assert layer.division and not any(count % 2 for count in pieces(layer))
     shards = [shard(copy.deepcopy(layer), tp=2, rank=rank) for rank in range(2)]
     mixers = [one.get_submodule(path) for one in shards]

@@ -215,7 +215,7 @@ def test_places_are_those_among_a_ranks_own_tokens():
     whole = feeding.in_tokens(Places(at[2:3], shares[2:3]), CPU)
     assert whole["rows"].tolist() == [8] and "shares" not in whole
     assert whole["shared"].numbers.tolist() == [0]
-    assert feeding.in_tokens(Places(at[:, 0]), CPU).keys() == {"rows"}
+    assert feeding.in_tokens(Places(at[:, 0]), CPU).keys() == {"rows", "at"}
 
 
 def test_levelled_tokens_come_with_positions_labels_and_places():

@@ -88,7 +88,11 @@ def test_what_was_filled_in_reads_the_same_again(folder):
         ("config", {"multimodal_projector_bias": False}, "multimodal_projector_bias False"),
         ("config", {"vision_config": None}, "vision_config is used"),
         ("config", {"vision_config": {"model_type": "pixtral"}}, "'pixtral' is not supported"),
-        ("config", {"text_config": {"model_type": "gemma"}}, "unknown architecture 'gemma'"),
+        (
+            "config",
+            {"text_config": {"model_type": "clip_text_model"}},
+            "unknown architecture 'clip_text_model'",
+        ),
         ("preprocessor", {"do_resize": False}, "do_resize"),
         ("preprocessor", {"do_pad": True}, "do_pad"),
         ("preprocessor", {"size": {"shortest_edge": 16}}, "size differs from"),
@@ -138,7 +142,11 @@ def test_the_pixels_of_an_image_must_allow_the_one_size(folder):
     [
         ("config", {"scale_factor": 0.5}, "scale_factor 0.5"),
         ("config", {"vision_config": TOWER | {"attention_dropout": 0.1}}, "attention_dropout"),
-        ("config", {"text_config": {"model_type": "gemma"}}, "unknown architecture 'gemma'"),
+        (
+            "config",
+            {"text_config": {"model_type": "clip_text_model"}},
+            "unknown architecture 'clip_text_model'",
+        ),
         ("preprocessor", {"max_image_size": {"longest_edge": 64}}, "does not fit the tower"),
         ("processor", {"image_seq_len": 16}, "4 rows in the LLM"),
     ],
@@ -282,7 +290,11 @@ def test_a_processor_that_does_not_fit_qwens_tower_is_refused(qwen, fields, said
         ("config", {"vision_config": TOWER | {"use_mask_token": True}}, "use_mask_token"),
         ("config", {"vision_config": TOWER | {"projection_dropout": 0.1}}, "projection_dropout"),
         ("config", {"vision_config": TOWER | {"image_size": [32, 16]}}, "image_size"),
-        ("config", {"text_config": {"model_type": "gpt_oss"}}, "unknown architecture 'gpt_oss'"),
+        (
+            "config",
+            {"text_config": {"model_type": "clip_text_model"}},
+            "unknown architecture 'clip_text_model'",
+        ),
         ("preprocessor", {"size": {"height": 64, "width": 64}}, "does not fit the tower"),
     ],
 )

@@ -56,13 +56,15 @@ def run(
         [[one.model_type, one.tower, one.llm] for one in found.image_text if one.refused is None],
     )
     reasons = defaultdict[str, list[str]](list)
-    for one in (*found.decoders, *found.image_text):
-        if one.refused is not None:
-            reasons[one.refused.replace(one.model_type, "this family")].append(one.model_type)
+    refused = [(one.model_type, one.refused) for one in found.decoders]
+    refused += [(one.model_type, one.refused) for one in found.image_text]
+    for model_type, reason in refused:
+        if reason is not None:
+            reasons[reason.replace(model_type, "this family")].append(model_type)
     console.table(
         "Not supported",
         ["families", "reason"],
-        [[", ".join(names), reason] for reason, names in reasons.items()],
+        [[", ".join(families), reason] for reason, families in reasons.items()],
     )
 
 

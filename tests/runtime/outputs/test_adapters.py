@@ -111,7 +111,7 @@ def test_merged_folders_give_the_same_without_peft(exported):
     merged, configs = exported.folder / "merged", read_configs(exported.run)
     models = {
         name: published_class(
-            "vae" if name.endswith("_vae") else configs[name].architecture
+            "AutoencoderKL" if name.endswith("_vae") else configs[name].architecture
         ).from_pretrained(merged / name)
         for name in exported.said[1].modules
     }
