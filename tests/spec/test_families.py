@@ -90,8 +90,8 @@ def test_what_was_filled_in_reads_the_same_again(folder):
         ("config", {"vision_config": {"model_type": "pixtral"}}, "'pixtral' is not supported"),
         (
             "config",
-            {"text_config": {"model_type": "clip_text_model"}},
-            "unknown architecture 'clip_text_model'",
+            {"text_config": {"model_type": "opt"}},
+            "no pipeline plan of opt",
         ),
         ("preprocessor", {"do_resize": False}, "do_resize"),
         ("preprocessor", {"do_pad": True}, "do_pad"),
