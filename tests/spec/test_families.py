@@ -90,8 +90,8 @@ def test_what_was_filled_in_reads_the_same_again(folder):
         ("config", {"vision_config": {"model_type": "pixtral"}}, "'pixtral' is not supported"),
         (
             "config",
-            {"text_config": {"model_type": "opt"}},
-            "no pipeline plan of opt",
+            {"text_config": {"model_type": "bloom"}},
+            "no pipeline plan of bloom",
         ),
         ("preprocessor", {"do_resize": False}, "do_resize"),
         ("preprocessor", {"do_pad": True}, "do_pad"),
