@@ -65,6 +65,15 @@ def restart(layer: nn.Module) -> list[str]:
     return list(found)
 
 
+def needs_kernels(layer: nn.Module) -> bool:
+    """Return True if a layer has mixers that are priced as the kernels of `fla` compute them."""
+    return any(
+        name in _globals(type(mixer))
+        for mixer in mixers(layer).values()
+        for name in delta_rule.REPLACED
+    )
+
+
 def division(layer: nn.Module) -> Division:
     """Return the shardings by heads of the mixers of a library's decoder layer, by path.
 

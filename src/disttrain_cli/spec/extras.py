@@ -41,6 +41,9 @@ EXTRAS = {
     "flash": Extra(
         "flash-attn-4>=4.0.0b36,<4.1", "flash_attn", "FlashAttention 4 on Hopper and Blackwell GPUs"
     ),
+    "recurrent": Extra(
+        "flash-linear-attention>=0.5", "fla", "kernels of Gated DeltaNet and KDA layers on GPUs"
+    ),
     "generate": Extra(
         "torchvision>=0.26,<0.29",
         "torchvision",

@@ -123,3 +123,16 @@ def test_a_device_without_the_memory_that_is_planned_is_refused(
     assert caught.value.what.startswith(f"cuda:1 (NVIDIA A800) on {socket.gethostname()} ")
     assert "unit llm, stage 1, is planned with up to 74.1 GiB" in caught.value.why
     assert "cluster.memory_gib" in caught.value.next_step
+
+
+def test_recurrent_layers_need_the_kernels_that_their_plan_prices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    run = write_run(tmp_path, tmp_path, precision="bf16", zero_stage=1)
+    check_fit(run, profiled("cuda", "NVIDIA H200"), CUDA)
+    monkeypatch.setattr(fitness.recurrent, "needs_kernels", lambda layer: True)
+    with pytest.raises(DisttrainError, match="no kernels for the recurrent layers of llm") as caught:
+        check_fit(run, profiled("cuda", "NVIDIA H200"), CUDA)
+    assert "flash-linear-attention" in caught.value.next_step

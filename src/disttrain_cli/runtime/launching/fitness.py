@@ -7,15 +7,17 @@ one.
 from __future__ import annotations
 
 import socket
+from typing import Any
 
 import torch
 
 from disttrain_cli.calls import call
 from disttrain_cli.errors import DisttrainError, SpecError
-from disttrain_cli.models import flash4
+from disttrain_cli.models import flash4, recurrent
 from disttrain_cli.models.architectures import read_configs
 from disttrain_cli.models.attention import CAPABILITY, HEAD_STEP, WIDEST_HEAD
 from disttrain_cli.models.configs.decoders import head_width
+from disttrain_cli.models.library_decoder import library_decoder
 from disttrain_cli.spec.extras import EXTRAS, install_command
 from disttrain_cli.spec.plan import Plan
 from disttrain_cli.spec.profile import DeviceProfile
@@ -30,7 +32,8 @@ def check_fit(run: Run, profiled: DeviceProfile, device: torch.device) -> None:
 
     Raises:
         DisttrainError: the device is too old for flash attention, and the profile is not one of
-            such a device; or it has no FlashAttention 4, and the profile is of one that has.
+            such a device; or it lacks FlashAttention 4 or the kernels of recurrent layers, which
+            the plan prices.
         SpecError: a module has a head size for which every kernel needs memory that grows with the
             square of the length.
     """
@@ -55,6 +58,8 @@ def check_fit(run: Run, profiled: DeviceProfile, device: torch.device) -> None:
             f" cluster.flash_attention: 2: {call('profile')} && {call('plan')}",
         )
     for module, config in read_configs(run).items():
+        if config.kind == "llm" and not EXTRAS["recurrent"].installed:
+            _check_recurrent(module, config.config)
         width = head_width(config.config) if hasattr(config.config, "num_attention_heads") else 0
         if width > WIDEST_HEAD and width % HEAD_STEP:
             raise SpecError(
@@ -63,6 +68,16 @@ def check_fit(run: Run, profiled: DeviceProfile, device: torch.device) -> None:
                 f"Change head_dim or num_attention_heads of {module}, or train with"
                 " train.precision: fp32.",
             )
+
+
+def _check_recurrent(module: str, config: Any) -> None:
+    if any(recurrent.needs_kernels(layer) for layer in library_decoder(config).layers):
+        raise DisttrainError(
+            f"{socket.gethostname()} has no kernels for the recurrent layers of {module}, which"
+            " the plan prices",
+            "the package flash-linear-attention is not installed",
+            f"Install it on every host: {install_command('recurrent')}",
+        )
 
 
 def check_memory(
