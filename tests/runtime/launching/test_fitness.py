@@ -70,9 +70,9 @@ def test_heads_that_no_kernel_takes_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int, refused: bool
 ) -> None:
     configs = {
-        "eye": SimpleNamespace(config={"attention_head_dim": 8}),
+        "eye": SimpleNamespace(kind="encoder", config={"attention_head_dim": 8}),
         "llm": SimpleNamespace(
-            config=SimpleNamespace(num_attention_heads=4, hidden_size=4 * width)
+            kind="encoder", config=SimpleNamespace(num_attention_heads=4, hidden_size=4 * width)
         ),
     }
     monkeypatch.setattr(fitness, "read_configs", lambda run: configs)
