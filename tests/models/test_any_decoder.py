@@ -16,6 +16,7 @@ from disttrain_cli.models.decoder import makers
 from disttrain_cli.models.division import piece, shard_of
 from disttrain_cli.models.group import Group
 from disttrain_cli.models.layer import Batch, Items
+from disttrain_cli.models.library_decoder import library_decoder
 from disttrain_cli.models.tensor_parallel import join, pieces, shard
 from disttrain_cli.spec.runfile.model import ModuleSpec
 from tests.models.any_decoder import (
@@ -209,3 +210,16 @@ def test_vision_tokens_of_an_image_see_each_other():
     torch.testing.assert_close(
         layers[-1].logits(state["hidden"]), torch.cat(expected), rtol=1e-4, atol=1e-5
     )
+
+
+@pytest.mark.parametrize("name", ["apertus", "deepseek_v3", "gemma2", "gpt_oss", "qwen3_5_text"])
+def test_all_weights_have_initial_values(name):
+    """Those that a class only sets when it is constructed, too."""
+    config, _ = built(name)
+    for maker in makers("llm", config, (), (), False, 1.0):
+        layer = maker.on_meta().to_empty(device="cpu")
+        with torch.no_grad():
+            for parameter in layer.parameters():
+                parameter.fill_(float("nan"))
+        library_decoder(config).initialise(layer)
+        assert all(parameter.isfinite().all() for parameter in layer.parameters())

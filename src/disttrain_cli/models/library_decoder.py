@@ -33,6 +33,8 @@ from disttrain_cli.models.own_kernels import with_own_kernels
 
 #: Configurations whose models stay constructed per process.
 MOST = 16
+#: Attribute of a module for the values of its weights after construction, by name.
+STARTS = "starting_values"
 #: Parameter of a layer's forward for its attention mask.
 MASK = "attention_mask"
 #: Parameters of a module's forward by which a token mixer is recognised: its rows depend on others.
@@ -121,9 +123,7 @@ class LibraryDecoder:
         with _empty_weights():
             self.model = made(self.config)
         for part in self.model.modules():
-            for name, parameter in list(part.named_parameters(recurse=False)):
-                setattr(part, name, nn.Parameter(parameter.detach().to("meta")))
-            _name_constants(part)
+            _move_weights(part)
         self.has_head = self.model.get_output_embeddings() is not None
         self._of_base = next(
             (n for n in (self.model.base_model_prefix, "model") if n and hasattr(self.model, n)),
@@ -204,6 +204,8 @@ class LibraryDecoder:
             if isinstance(part, RmsNorm):
                 nn.init.ones_(part.weight)
             elif not path.endswith(ADAPTER):
+                for name, value in part.__dict__.get(STARTS, {}).items():
+                    part.get_parameter(name).data.copy_(value)
                 self.model._init_weights(part)
 
     @cached_property
@@ -381,12 +383,22 @@ def _part(layer: nn.Module, owner: str, name: str) -> nn.Module | nn.Parameter |
     return part if isinstance(part, (nn.Module, nn.Parameter)) else None
 
 
-def _name_constants(part: nn.Module) -> None:
-    """Make a module's stored buffers parameters without gradients, which are loaded and saved."""
+def _move_weights(part: nn.Module) -> None:
+    """Move a module's own weights to the meta device; note the values that its class gives them.
+
+    Its stored buffers become parameters without gradients, which are loaded and saved.
+    """
+    starts = {}
+    for name, parameter in list(part.named_parameters(recurse=False)):
+        if not parameter.is_meta and parameter.ndim < 2:
+            starts[name] = parameter.detach().clone()
+        setattr(part, name, nn.Parameter(parameter.detach().to("meta")))
     for name, buffer in list(part.named_buffers(recurse=False)):
         if name not in part._non_persistent_buffers_set:
+            starts[name] = buffer
             delattr(part, name)
             part.register_parameter(name, nn.Parameter(buffer.to("meta"), requires_grad=False))
+    part.__dict__[STARTS] = starts
 
 
 @cache
