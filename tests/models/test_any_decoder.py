@@ -29,6 +29,11 @@ from tests.models.any_decoder import (
 )
 
 TP = 2
+#: Families whose test is fast enough for every run: one of each kind.
+QUICK = {
+    *("llama", "gemma3_text", "gemma4_text", "gpt_oss", "deepseek_v3", "qwen3_moe"),
+    *("qwen3_5_text", "glm4v_text", "granite", "olmo2", "phi3", "lfm2"),
+}
 CLOSE = {"rtol": 1e-4, "atol": 1e-6}
 
 
@@ -88,7 +93,10 @@ def passed(layers, ids, labels):
     return state["loss/text"].detach()
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in FAMILIES],
+)
 def test_packed_documents_equal_the_librarys_own_model(name):
     """Loss and all gradients, in one process and over a TP group, one document at a time."""
     config, layers = built(name)

@@ -190,6 +190,9 @@ def with_channels(family, channels):
 
 
 #: Configurations of generators of pixels.
+#: Families of every run, and the others.
+QUICK = ("qwen_image", "flux2", "z_image")
+ALL = [pytest.param(one, marks=() if one in QUICK else pytest.mark.slow) for one in FAMILY]
 PIXELS = {family: with_channels(family, 3) for family in FAMILY}
 
 
@@ -316,7 +319,7 @@ def test_every_family_is_tried():
     assert FAMILY.keys() == {"qwen_image", *FAMILIES}
 
 
-@pytest.mark.parametrize("family", FAMILY)
+@pytest.mark.parametrize("family", ALL)
 def test_loss_and_gradients_equal_diffusers_own(made, family):
     run, _, layers, batch, state = made(family)
     assert [layer.kind for layer in layers if layer.weights_of == "module"][-1] in ("whole", "out")
@@ -395,7 +398,7 @@ def test_latents_and_images_equal_the_vaes_own(made, family):
     torch.testing.assert_close(decoder.decode(latents), images, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", FAMILY)
+@pytest.mark.parametrize("family", ALL)
 def test_images_are_drawn(made, family):
     run, inputs, *_ = made(family)
     batch = probe_batch(inputs, image=[(4, 4)], documents=[[40]], target=2)
@@ -407,7 +410,7 @@ def test_images_are_drawn(made, family):
     assert images.shape == (2, 16, 16, 3) and not np.array_equal(*images)
 
 
-@pytest.mark.parametrize("family", FAMILY)
+@pytest.mark.parametrize("family", ALL)
 def test_half_precision_at_unshifted_times(made, family):
     _, _, layers, batch, state = made(family, noise={})
     layers = [layer.to(torch.bfloat16) for layer in layers]
@@ -416,7 +419,7 @@ def test_half_precision_at_unshifted_times(made, family):
     assert loss.isfinite() and loss.dtype == torch.float32
 
 
-@pytest.mark.parametrize("family", FAMILY)
+@pytest.mark.parametrize("family", ALL)
 def test_kernels_are_counted(made, family):
     """Of a half-precision layer on meta: attention as it runs, without scores in memory."""
     run, inputs, *_ = made(family)
@@ -434,7 +437,7 @@ def test_kernels_are_counted(made, family):
     assert recomputed.kept_bytes < footprint(layer, state, batch).kept_bytes
 
 
-@pytest.mark.parametrize("family", FAMILY)
+@pytest.mark.parametrize("family", ALL)
 def test_replicas_and_recomputation_change_nothing(made, family):
     """Two replicas, of two images and of one, of the same global batch; each layer recomputed."""
     _, _, layers, batch, state = made(family)

@@ -133,6 +133,6 @@ def test_recurrent_layers_need_the_kernels_that_their_plan_prices(
     run = write_run(tmp_path, tmp_path, precision="bf16", zero_stage=1)
     check_fit(run, profiled("cuda", "NVIDIA H200"), CUDA)
     monkeypatch.setattr(fitness.recurrent, "needs_kernels", lambda layer: True)
-    with pytest.raises(DisttrainError, match="no kernels for the recurrent layers of llm") as caught:
+    with pytest.raises(DisttrainError, match="kernels for the recurrent layers of llm") as caught:
         check_fit(run, profiled("cuda", "NVIDIA H200"), CUDA)
     assert "flash-linear-attention" in caught.value.next_step
