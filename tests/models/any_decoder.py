@@ -45,6 +45,8 @@ OF_FAMILY = {
             for name in ("sliding_attention", "full_attention")
         },
     },
+    "falcon_h1": {"embedding_multiplier": 3.0, "lm_head_multiplier": 2.0},
+    "llama4_text": {"floor_scale": 3, "attn_scale": 0.5, "no_rope_layers": [1, 0, 1, 0]},
     "gemma4_text": {
         "num_kv_shared_layers": 2,
         "layer_types": ["sliding_attention", "full_attention"] * 2,

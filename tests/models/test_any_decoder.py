@@ -66,8 +66,8 @@ class Threads(Group):
         tensor.copy_(parts.amax(0) if op == torch.distributed.ReduceOp.MAX else parts.sum(0))
 
 
-def built(name, seed=0):
-    spec = ModuleSpec(kind="llm", architecture=name, config=fields_of(name))
+def built(name, seed=0, **more):
+    spec = ModuleSpec(kind="llm", architecture=name, config=fields_of(name) | more)
     config, _ = architectures()[name].read("llm", name, spec, {})
     layers = [maker.build(seed) for maker in makers("llm", config, (), (), False, 1.0)]
     draws = torch.Generator().manual_seed(1)
@@ -172,6 +172,12 @@ def test_families_that_cannot_run_exactly_are_refused_with_the_reason(name):
     with pytest.raises(SpecError) as error:
         built(name)
     assert REFUSED[name] in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "minimax", "minimax_m2"])
+def test_random_numbers_in_training_are_refused(name):
+    with pytest.raises(SpecError, match="draws random numbers"):
+        built(name, router_jitter_noise=0.1)
 
 
 def test_vision_tokens_of_an_image_see_each_other():

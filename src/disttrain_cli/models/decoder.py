@@ -32,7 +32,7 @@ from disttrain_cli.models.division import vocabulary
 from disttrain_cli.models.fused import with_rows_added
 from disttrain_cli.models.layer import EMBEDS, LOSS_PREFIX, Batch, PipelineLayer, TensorSpec
 from disttrain_cli.models.levelling import runs_of
-from disttrain_cli.models.library_decoder import Store, library_decoder
+from disttrain_cli.models.library_decoder import Offsets, Store, library_decoder
 from disttrain_cli.models.library_frame import Arguments, Frame, Place, Spans, Tail
 from disttrain_cli.models.parallel import across, embed, gather, once, scatter, share, split
 from disttrain_cli.models.recurrent import documents, restart
@@ -229,6 +229,8 @@ class Block(DecoderLayer):
         )
         call = self._calls(batch, hidden, samples)[self._number]
         call = self._library.filled(self._number, call, samples, inputs, store)
+        if self._library.counts_rows:
+            call.keywords["past_key_values"] = Offsets(batch.positions.flatten())
         with documents(samples) if self._restarts else nullcontext():
             made = self.layer(hidden[None], *call.positional, **call.keywords)
         return {"hidden": (made[0] if isinstance(made, tuple) else made)[0]} | {

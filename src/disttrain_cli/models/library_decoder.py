@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from disttrain_cli.models import experts, recurrent
@@ -80,6 +81,21 @@ class Store(dict[str, tuple[Tensor, ...]]):
         ]
 
 
+class Offsets:
+    """Stand-in for a cache whose length is, for each row, its position less its number."""
+
+    def __init__(self, positions_R: Tensor) -> None:
+        self._offsets_R = positions_R - torch.arange(len(positions_R), device=positions_R.device)
+
+    def get_seq_length(self, *_: Any) -> Tensor:
+        """Return the offset of each row."""
+        return self._offsets_R
+
+    def update(self, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+        """Return keys and values as they are."""
+        return key, value
+
+
 class NoPipeline(Exception):
     """A model cannot be taken apart into pipeline layers; the message is the reason."""
 
@@ -108,7 +124,9 @@ class LibraryDecoder:
         model: the class with the head, or the base model if the family has none.
         base: the base model.
         layers: its decoder layers.
-        embedding_scale: factor of the embedding module itself, for tokens' rows only.
+        embedding_scale: factor of the embedding module itself and of the base model's look-up, for
+            tokens' rows only.
+        counts_rows: attention numbers its rows itself, from the length of a cache on (`Offsets`).
         returns_tuple: a layer returns a tuple whose first entry is the hidden states.
         changes_input: the base model changes its input embeddings before the first layer.
         inputs: by layer, its arguments that weights beside the embedding compute from tokens, with
@@ -142,12 +160,14 @@ class LibraryDecoder:
             getattr(part, "is_causal", True) is False for part in self.base.modules()
         ):
             raise NoPipeline("its attention is not causal")
-        self.embedding_scale = self._embedding_scale()
+        self.embedding_scale = self._embedding_scale() * self._scale_of_lookup()
+        self.counts_rows = any(_counts_rows(layer) for layer in self.layers)
         count = len(self.layers)
         self.inputs: list[dict[Place, tuple[int, ...]]] = [{} for _ in range(count)]
         self.reads: list[list[Stored]] = [[] for _ in range(count)]
         self.writes: list[list[Stored]] = [[] for _ in range(count)]
-        self._try()
+        with _Exact():
+            self._try()
 
     def __deepcopy__(self, _: Any) -> LibraryDecoder:
         return self
@@ -197,6 +217,21 @@ class LibraryDecoder:
         if not isinstance(embedding, nn.Embedding) or not hasattr(embedding, "embed_scale"):
             raise NoPipeline(f"its embedding {type(embedding).__name__} is of an unknown kind")
         return float(embedding.embed_scale)
+
+    def _scale_of_lookup(self) -> float:
+        """Return the factor of rows that the base model looks up, beside rows that it is given."""
+        self.returns_tuple = False
+        rows = torch.rand(1, 2, self.config.hidden_size, generator=torch.Generator().manual_seed(0))
+        cpu = torch.device("cpu")
+        frame = Frame(self, cpu, first_only=True)
+        given, looked_up = (
+            frame.run(rows + 1.0, torch.arange(2)[None], None, Segments([2], cpu), as_ids=way)[1]
+            for way in (False, True)
+        )
+        scale = float((looked_up / given).mean())
+        if not torch.allclose(looked_up, given * scale):
+            raise NoPipeline("it changes the rows of its embedding in other ways than by a factor")
+        return scale
 
     def initialise(self, layer: nn.Module) -> None:
         """Initialise the weights of a pipeline layer as the library initialises its own."""
@@ -408,6 +443,23 @@ def _position_of_mask(layer: Any) -> int:
     return names.index(MASK) - 1 if MASK in names else len(names)
 
 
+def _counts_rows(layer: nn.Module) -> bool:
+    """Return True if a layer's attention numbers its rows.
+
+    Raises:
+        NoPipeline: it does so without regard to a cache.
+    """
+    called = [
+        inspect.unwrap(type(part).forward).__code__.co_names
+        for part in layer.modules()
+        if recurrent.attends(part)
+    ]
+    counting = [names for names in called if "arange" in names]
+    if not all("get_seq_length" in names for names in counting):
+        raise NoPipeline("its attention numbers the rows of a batch, not of a sample")
+    return bool(counting)
+
+
 def _heads(layer: nn.Module) -> tuple[int, int, int] | None:
     for part in layer.modules():
         width, groups = getattr(part, "head_dim", 0), getattr(part, "num_key_value_groups", 0)
@@ -455,6 +507,21 @@ class _WeightsOnMeta(TorchFunctionMode):
             if func is torch.empty or made.numel() > _LARGE:
                 return made
         return func(*args, **kwargs)
+
+
+class _Exact(TorchDispatchMode):
+    """Mode that refuses random numbers, which would depend on the layout."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        # attention is tagged for its dropout, which `attention` refuses
+        if torch.Tag.nondeterministic_seeded in func.tags and "attention" not in func.name():
+            raise NoPipeline(
+                f"training it draws random numbers ({func}), which would depend on the layout; set"
+                " the field that asks for them, as noise of a router, to 0"
+            )
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager

@@ -109,7 +109,8 @@ class Frame:
             if name == decoder._layers:
                 modules[name] = nn.ModuleList(_Recorder(layer, self) for layer in decoder.layers)
             elif name == decoder._embedding:
-                modules[name] = nn.Identity()
+                modules[name] = looked_up = nn.Identity()
+                looked_up.weight = torch.empty(0, device=device)  # some base models read its device
             elif next(part.parameters(), None) is None:
                 modules[name] = _on(device, _shallow(part))
             elif name != decoder._norm and weights is not None:
@@ -133,6 +134,8 @@ class Frame:
         positions_NL: Tensor,
         ids_NL: Tensor | None = None,
         segments: Segments | None = None,
+        *,
+        as_ids: bool = False,
     ) -> tuple[list[Arguments], Tensor]:
         """Return each layer's arguments, and the first layer's input.
 
@@ -140,13 +143,16 @@ class Frame:
             positions_NL: [N, L], or [3, N, L] with M-RoPE.
             ids_NL: token ids, which per-layer embeddings read.
             segments: of all rows, of which the library computes its masks (`masks`).
+            as_ids: the embeddings enter as if looked up by the base model itself.
         """
-        self._calls, self._entry, more = [], None, {}
+        self._calls, self._entry = [], None
+        more: dict[str, Any] = {}
         if self._reads_tokens:
             more = {"per_layer_inputs": getattr(self._base, TOKEN_INPUTS)(ids_NL, None)}
         within = nullcontext() if segments is None else masks.within(segments)
         with within, suppress(_Recorded):
-            self._base(inputs_embeds=embeds_NLD, position_ids=positions_NL, use_cache=False, **more)
+            more["input_ids" if as_ids else "inputs_embeds"] = embeds_NLD
+            self._base(position_ids=positions_NL, use_cache=False, **more)
         assert self._entry is not None
         calls, entry = self._calls, self._entry
         self._calls, self._entry = [], None

@@ -51,7 +51,7 @@ def mixers(layer: nn.Module) -> dict[str, nn.Module]:
         if not path or any(path.startswith(f"{outer}.") for outer in found):
             continue
         takes_cache = not _CACHES.isdisjoint(inspect.signature(type(part).forward).parameters)
-        if takes_cache and not any(map(_attends, part.modules())):
+        if takes_cache and not any(map(attends, part.modules())):
             found[path] = part
     return found
 
@@ -128,7 +128,8 @@ def documents(within: Segments) -> Iterator[None]:
         _documents.reset(token)
 
 
-def _attends(module: nn.Module) -> bool:
+def attends(module: nn.Module) -> bool:
+    """Return True if a module calls the library's attention interface."""
     called = inspect.unwrap(type(module).forward).__code__.co_names
     return "ALL_ATTENTION_FUNCTIONS" in called
 
