@@ -139,10 +139,10 @@ class Embed(DecoderLayer):
                 ids_R = ids_R.index_fill(0, items.rows, self._library.config.pad_token_id or 0)
         frame = self._frame(hidden_RD.device)
         calls, entry = frame.run(hidden_RD[None], positions, ids_R[None, local])
-        made = {"hidden": entry[0]}
+        made = {"hidden": entry.squeeze(0)}
         for number, inputs in enumerate(self._library.inputs):
             for place in inputs:
-                made[_input_name(number, place)] = calls[number].at(place)[0]
+                made[_input_name(number, place)] = calls[number].at(place).squeeze(0)
         return made
 
 
@@ -233,8 +233,8 @@ class Block(DecoderLayer):
             call.keywords["past_key_values"] = Offsets(batch.positions.flatten())
         with documents(samples) if self._restarts else nullcontext():
             made = self.layer(hidden[None], *call.positional, **call.keywords)
-        return {"hidden": (made[0] if isinstance(made, tuple) else made)[0]} | {
-            one.name: store[one.key][one.number][0].transpose(0, 1) for one in self._stores
+        return {"hidden": (made[0] if isinstance(made, tuple) else made).squeeze(0)} | {
+            one.name: store[one.key][one.number].squeeze(0).transpose(0, 1) for one in self._stores
         }
 
     def _calls(self, batch: Batch, hidden_RD: Tensor, samples: Segments) -> list[Arguments]:
@@ -278,8 +278,8 @@ class Block(DecoderLayer):
             return forward(rows, *more)
         made = forward(gather(rows.flatten(0, -2), self._rows, self.group)[None], *more)
         if isinstance(made, tuple):
-            return split(made[0][0], self.group)[None], *made[1:]
-        return split(made[0], self.group)[None]
+            return split(made[0].squeeze(0), self.group)[None], *made[1:]
+        return split(made.squeeze(0), self.group)[None]
 
     def completed(self, path: str, made: Tensor) -> Tensor:
         """Return a sharded module's partial sums, with other tensors added to them."""

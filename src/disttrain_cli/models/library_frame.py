@@ -178,7 +178,7 @@ class Tail:
         self._model._modules[self._names["head"]] = head
         self._base.rows = normed_RD[None]
         try:
-            return self._model(inputs_embeds=self._base.rows, use_cache=False).logits[0]
+            return self._model(inputs_embeds=self._base.rows, use_cache=False).logits.squeeze(0)
         finally:
             self._base.rows = None
 
