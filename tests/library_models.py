@@ -467,7 +467,7 @@ def write(folder: Path, family: str) -> tuple[Any, Any]:
     except ImportError as error:
         pytest.skip(" ".join(str(error).split()))
     words = processor.tokenizer
-    rows = ("<|IMG_PATCH|>", "<IMG_ATOM>", "<soft>", processor.image_token)
+    rows = ("<|IMG_PATCH|>", "<IMG_ATOM>", "<soft>", "<imgpad>", getattr(processor, "image_token", "<image>"))
     row = next(one for one in rows if one in words.get_vocab())
     fields = {"tie_word_embeddings": False} | (tiny.fields or {})
     config = getattr(transformers, f"{tiny.prefix}Config")(
