@@ -35,10 +35,10 @@ from disttrain_cli.models.layer import Batch, Items, TensorSpec, features_name
 from disttrain_cli.models.library_frame import TOKEN_INPUTS
 from disttrain_cli.models.parallel import split
 from disttrain_cli.models.towers import EMBEDS, ImageLayer
-from disttrain_cli.spec.library_images import LibraryImages
+from disttrain_cli.spec.library_images import ABSENT, LibraryImages
 from disttrain_cli.spec.library_processor import (
+    LARGER,
     SIZE,
-    LibraryProcessor,
     digest_of,
     library_processor,
 )
@@ -497,6 +497,7 @@ class Tower(ImageLayer):
             if like.is_meta
             else to_device(inputs[name], like.device)
             for argument, name in self.glue.inputs
+            if name in inputs
         }
         rows = int(table[0, 0])
         if rows == 1:  # classes squeeze the rows of a batch with one row away
@@ -544,6 +545,9 @@ def unpacked(names: tuple[str, ...], values: Tensor, table: Any) -> dict[str, Te
     flat, inputs = values.flatten(), dict[str, Tensor]()
     for name in names:
         floats, dimensions = numbers[at : at + 2]
+        if floats == ABSENT:
+            at += 2
+            continue
         shape = numbers[at + 2 : at + 2 + dimensions]
         at, size = at + 2 + dimensions, int(np.prod(shape))
         if floats:
@@ -622,13 +626,12 @@ def images_of(run: Run, module: ModuleConfig) -> LibraryImages:
     )
 
 
-def _check_positions(kind: str, found: Tensor, ids: Tensor, processor: LibraryProcessor) -> None:
+def _check_positions(kind: str, found: Tensor, ids: Tensor, row: int, inside: Tensor) -> None:
     """Raise SpecError if positions are not those of an image inside counted ones.
 
     They are computed for each image alone (`data.positions.sample_positions`).
     """
-    inside = torch.from_numpy(processor.positions(SIZE))
-    first = int((ids == processor.row).nonzero()[0])
+    first = int((ids == row).nonzero()[0])
     made = torch.arange(len(ids)).repeat(3, 1)
     stop = first + inside.shape[1]
     made[:, first:stop] = first + inside
@@ -645,10 +648,14 @@ def glue_from(folder: str, token: int, digest: str, config: Any) -> Glue:
     key = folder, token, digest, repr(config.to_dict())
     if key not in _glues:
         processor = library_processor(Path(folder), token)
-        given = processor.complete(SIZE)
+        # large images may have inputs that small ones lack
+        size = max((SIZE, LARGER), key=lambda one: len(processor.complete(one)))
+        given = processor.complete(size)
         glue = glue_of(config, given, token)
         if glue.positions is not None:
-            _check_positions(config.model_type, glue.positions, given["input_ids"][0], processor)
+            inside = torch.from_numpy(processor.positions(size))
+            ids = given["input_ids"][0]
+            _check_positions(config.model_type, glue.positions, ids, processor.row, inside)
         _glues[key] = glue
     return _glues[key]
 
