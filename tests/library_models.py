@@ -300,23 +300,12 @@ def aria() -> Any:
     )
 
 
-def got_ocr2() -> Any:
-    import transformers
-
-    words = words_of(("<img>", "</img>"), "<imgpad>")
-    return transformers.GotOcr2Processor(
-        transformers.GotOcr2ImageProcessorPil(size={"height": 64, "width": 64}),
-        words,
-        chat_template=words.chat_template,
-    )
-
-
-def minicpm() -> Any:
+def minicpm(name: str = "MiniCPMV4_6") -> Any:
     import transformers
 
     named = {f"{part}_token": f"<{part}>" for part in ("image", "video", *SLICES)}
     words = words_of(tuple(named.values())[1:], "<image>", **named)
-    return transformers.MiniCPMV4_6Processor(
+    return getattr(transformers, f"{name}Processor")(
         transformers.MiniCPMV4_6ImageProcessor(
             scale_resolution=32, patch_size=4, max_slice_nums=4, use_image_id=False
         ),
@@ -360,17 +349,19 @@ def compass() -> Any:
     )
 
 
-def gemma4() -> Any:
+def gemma4(name: str = "Gemma4") -> Any:
     import transformers
 
     parts = ("boi", "eoi", "audio", "boa", "eoa")
     named = {f"{part}_token": f"<{part}>" for part in parts} | {"image_token": "<soft>"}
     words = words_of(tuple(f"<{part}>" for part in parts), "<soft>", **named)
-    return transformers.Gemma4Processor(
-        transformers.Gemma4AudioFeatureExtractor(),
-        transformers.Gemma4ImageProcessor(patch_size=4, max_soft_tokens=70, pooling_kernel_size=3),
+    return getattr(transformers, f"{name}Processor")(
+        getattr(transformers, f"{name}AudioFeatureExtractor")(),
+        getattr(transformers, f"{name}ImageProcessor")(
+            patch_size=4, max_soft_tokens=70, pooling_kernel_size=3
+        ),
         words,
-        transformers.Gemma4VideoProcessor(),
+        getattr(transformers, f"{name}VideoProcessor")(),
         chat_template=words.chat_template,
         image_seq_length=70,
     )
@@ -749,26 +740,26 @@ FAMILIES: dict[str, Tiny] = {
         LLM | {"moe_num_experts": 4, "moe_num_shared_experts": 1},
         {"projector_patch_to_query_dict": {"196": 4}},
     ),
-    "got_ocr2": Tiny(
-        "GotOcr2",
-        got_ocr2,
-        VIT_LAYERS
-        | {
-            "output_channels": 16,
-            "image_size": 64,
-            "patch_size": 1,
-            "window_size": 4,
-            "global_attn_indexes": [],
-            "mlp_dim": 64,
-        },
-        QWEN2,
-    ),
     "minicpmv4_6": Tiny(
         "MiniCPMV4_6",
         minicpm,
         VIT_LAYERS | {"image_size": 64, "insert_layer_id": 0},
         {"model_type": "qwen3_5_text"} | LINEAR,
         VIDEO | {"insert_layer_id": 0},
+    ),
+    "minicpmv4_7": Tiny(
+        "MiniCPMV4_7",
+        partial(minicpm, "MiniCPMV4_7"),
+        VIT_LAYERS | {"image_size": 64, "insert_layer_id": 0},
+        {"model_type": "qwen3_5_text"} | LINEAR,
+        VIDEO | {"insert_layer_id": 0},
+    ),
+    "cosmos3_edge": Tiny(
+        "Cosmos3Edge",
+        gridded("Cosmos3EdgeProcessor", "Cosmos3EdgeImageProcessor", "Cosmos3EdgeVideoProcessor"),
+        VIT_LAYERS | {"num_patches": 64},
+        HEADS | SECTIONS,
+        IDS | {"projector_hidden_size": 64},
     ),
     "qwen2_5_omni_thinker": Tiny(
         "Qwen2_5OmniThinker",
@@ -807,7 +798,7 @@ FAMILIES: dict[str, Tiny] = {
         HEADS
         | {
             "global_head_dim": 12,
-            "sliding_window": 16,
+            "sliding_window": 80,
             "layer_types": ["sliding_attention", "full_attention"],
             "vocab_size_per_layer_input": 400,
             "hidden_size_per_layer_input": 8,
@@ -815,14 +806,41 @@ FAMILIES: dict[str, Tiny] = {
         },
         {"audio_config": None},
     ),
+    "gemma4_unified": Tiny(
+        "Gemma4Unified",
+        partial(gemma4, "Gemma4Unified"),
+        {"patch_size": 4},
+        HEADS
+        | {
+            "global_head_dim": 12,
+            "sliding_window": 80,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "use_bidirectional_attention": "vision",
+        },
+        {"audio_config": None},
+    ),
 }
 
 
+#: Families of the fast suite: one of each rule.
+FAST = (
+    *("vipllava", "mistral3", "deepseek_vl_hybrid", "janus", "lighton_ocr", "idefics2", "ovis2"),
+    *("gemma3", "lfm2_vl", "aya_vision", "qwen3_vl_moe", "paddleocr_vl", "gemma4", "aria"),
+)
 #: Families that are refused, and why.
 REFUSED = {
+    "cosmos3_edge": "mm_token_type_ids",
+    "minicpmv4_7": "positions after an image do not follow its largest one",
     "idefics2": "the text that it writes for an image depends on the others",
     "ovis2": "visual_indicator_features",
 }
+
+#: The others; those outside the fast suite are slow.
+TRAINED = [
+    pytest.param(one, marks=() if one in FAST else pytest.mark.slow)
+    for one in FAMILIES
+    if one not in REFUSED
+]
 
 
 def write(folder: Path, family: str) -> tuple[Any, Any]:

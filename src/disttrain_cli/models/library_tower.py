@@ -95,7 +95,7 @@ class _NumbersOnHost(TorchFunctionMode):
         tensors = [one for one in tree_leaves(given) if isinstance(one, Tensor)]
         if any(one.is_meta for one in tensors):
             if function is Tensor.__getitem__ and _selects(args[1]):
-                args = args[0], args[1].nonzero(as_tuple=True)
+                given = (args[0], args[1].nonzero(as_tuple=True)), {}
             (args, kwargs) = tree_map_only(  # numbers stay: they may be sizes
                 Tensor, lambda one: one.to("meta") if one.ndim else one, given
             )

@@ -28,7 +28,7 @@ FAMILIES = {
     "qwen3_vl_text": Family("transformers:Qwen3ForCausalLM", mrope=True),
     "gemma3_text": Family(sees_vision=("full_attention", "sliding_attention")),
     "gemma4_text": Family(sees_vision=("sliding_attention",)),
-    "gemma4_unified_text": Family(sees_vision=("sliding_attention",)),
+    "gemma4_unified_text": Family(sees_vision=("full_attention", "sliding_attention")),
     "llama4_text": Family(),
     "step3p5": Family(),
     "olmoe": Family(),
