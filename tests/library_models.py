@@ -794,7 +794,7 @@ FAMILIES: dict[str, Tiny] = {
     "gemma4": Tiny(
         "Gemma4",
         gemma4,
-        VIT_LAYERS | {"num_key_value_heads": 4, "head_dim": 8, "position_embedding_size": 64},
+        VIT_LAYERS | {"num_key_value_heads": 4, "head_dim": 8, "position_embedding_size": 1024},
         HEADS
         | {
             "global_head_dim": 12,
