@@ -84,10 +84,9 @@ def published_class_of(config_class: type) -> Any:
         if config_class in mapping:
             return mapping[config_class]
     module = import_module(config_class.__module__.replace(".configuration_", ".modeling_"))
-    classes = (one for one in vars(module).values() if isinstance(one, type))
-    own = (one for one in classes if "forward" in vars(one))
-    for made in own:
-        if issubclass(made, PreTrainedModel) and made.config_class is config_class:
+    for made in vars(module).values():
+        own = isinstance(made, type) and issubclass(made, PreTrainedModel)
+        if own and "forward" in vars(made) and made.config_class is config_class:
             return made
     raise KeyError(config_class)
 
