@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -175,38 +176,6 @@ def ovis2() -> Any:
     )
 
 
-def qwen2_vl() -> Any:
-    import transformers
-
-    named = {"image_token": "<image>", "video_token": "<video>"}
-    words = words_of(("<video>", "<start>", "<end>"), "<image>", **named)
-    # the library takes images without anything between them for one
-    words.chat_template = words.chat_template.replace("<image>", "<start><image><end>")
-    fields = {"size": {"shortest_edge": 256, "longest_edge": 4096}, "patch_size": 4}
-    return transformers.Qwen2VLProcessor(
-        transformers.Qwen2VLImageProcessor(**fields, merge_size=2),
-        words,
-        transformers.Qwen2VLVideoProcessor(),
-        chat_template=words.chat_template,
-    )
-
-
-def glm46v() -> Any:
-    import transformers
-
-    named = {"image_token": "<image>", "video_token": "<video>"}
-    words = words_of(("<video>", "<start>", "<end>"), "<image>", **named)
-    # the library takes images without anything between them for one
-    words.chat_template = words.chat_template.replace("<image>", "<start><image><end>")
-    fields = {"size": {"shortest_edge": 512, "longest_edge": 8192}, "patch_size": 4}
-    return transformers.Glm46VProcessor(
-        transformers.Glm46VImageProcessor(**fields, merge_size=2),
-        words,
-        transformers.Glm46VVideoProcessor(),
-        chat_template=words.chat_template,
-    )
-
-
 def gemma3() -> Any:
     import transformers
 
@@ -253,6 +222,223 @@ def idefics2() -> Any:
         chat_template=words.chat_template,
     )
 
+
+def gridded(
+    name: str,
+    images: str,
+    videos: str,
+    edges: tuple[int, int] = (256, 4096),
+    image: str = "<image>",
+    **fields: Any,
+) -> Callable[[], Any]:
+    """Factory of a processor whose images are grids of patches."""
+
+    def made() -> Any:
+        import transformers
+
+        ends = {"start": "<start>", "end": "<end>"}
+        named = {f"{item}_{end}_token": text for end, text in ends.items() for item in ITEMS}
+        named |= {"image_token": image, "video_token": "<video>"}
+        words = words_of(MARKS, image, **named)
+        # the library takes images without anything between them for one
+        words.chat_template = words.chat_template.replace(image, f"<start>{image}<end>")
+        sizes = {"size": {"shortest_edge": edges[0], "longest_edge": edges[1]}, "patch_size": 4}
+        return getattr(transformers, name)(
+            image_processor=getattr(transformers, images)(**sizes | {"merge_size": 2} | fields),
+            tokenizer=words,
+            video_processor=getattr(transformers, videos)(),
+            chat_template=words.chat_template,
+        )
+
+    return made
+
+
+def llava_next_video() -> Any:
+    import transformers
+
+    words = words_of(("<video>",), "<image>", image_token="<image>", video_token="<video>")
+    return transformers.LlavaNextVideoProcessor(
+        transformers.LlavaNextVideoVideoProcessor(),
+        transformers.LlavaNextImageProcessorPil(
+            size={"shortest_edge": 32},
+            crop_size={"height": 32, "width": 32},
+            image_grid_pinpoints=PINPOINTS,
+        ),
+        words,
+        patch_size=8,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+        chat_template=words.chat_template,
+    )
+
+
+def video_llava() -> Any:
+    import transformers
+
+    words = words_of(("<video>",), "<image>", image_token="<image>", video_token="<video>")
+    return transformers.VideoLlavaProcessor(
+        transformers.VideoLlavaImageProcessor(
+            size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32}
+        ),
+        transformers.VideoLlavaVideoProcessor(),
+        words,
+        patch_size=8,
+        vision_feature_select_strategy="default",
+        chat_template=words.chat_template,
+    )
+
+
+def aria() -> Any:
+    import transformers
+
+    words = words_of((), "<image>", image_token="<image>")
+    return transformers.AriaProcessor(
+        transformers.AriaImageProcessorPil(max_image_size=980, min_image_size=336),
+        words,
+        chat_template=words.chat_template,
+        size_conversion={980: 4},
+    )
+
+
+def minicpm(name: str = "MiniCPMV4_6") -> Any:
+    import transformers
+
+    named = {f"{part}_token": f"<{part}>" for part in ("image", "video", *SLICES)}
+    words = words_of(tuple(named.values())[1:], "<image>", **named)
+    return getattr(transformers, f"{name}Processor")(
+        transformers.MiniCPMV4_6ImageProcessor(
+            scale_resolution=32, patch_size=4, max_slice_nums=4, use_image_id=False
+        ),
+        transformers.MiniCPMV4_6VideoProcessor(),
+        words,
+        chat_template=words.chat_template,
+    )
+
+
+def omni(name: str = "Qwen2_5Omni") -> Any:
+    import transformers
+
+    named = {f"{part}_token": f"<{part}>" for part in ("image", "video", "audio", *OMNI)}
+    words = words_of(tuple(named.values())[1:], "<image>", **named)
+    around = "<vision_bos><image><vision_eos>"
+    words.chat_template = words.chat_template.replace("<image>", around)
+    sizes = {"size": {"shortest_edge": 256, "longest_edge": 4096}, "patch_size": 4}
+    return getattr(transformers, f"{name}Processor")(
+        transformers.Qwen2VLImageProcessor(**sizes, merge_size=2),
+        transformers.Qwen2VLVideoProcessor(),
+        transformers.WhisperFeatureExtractor(),
+        words,
+        chat_template=words.chat_template,
+    )
+
+
+def compass() -> Any:
+    import transformers
+
+    named = {"image_token": "<|IMAGE_PAD|>", "video_token": "<|VIDEO_PAD|>"}
+    ends = ("<|VISION_START|>", "<|VISION_END|>")
+    words = words_of(("<|VIDEO_PAD|>", *ends), "<|IMAGE_PAD|>", **named)
+    around = "<|IMAGE_PAD|>".join(ends)
+    words.chat_template = words.chat_template.replace("<|IMAGE_PAD|>", around)
+    sizes = {"size": {"shortest_edge": 256, "longest_edge": 4096}, "patch_size": 4}
+    return transformers.CohereCompassProcessor(
+        transformers.Qwen2VLImageProcessor(**sizes, merge_size=2),
+        words,
+        transformers.Qwen3VLVideoProcessor(),
+        chat_template=words.chat_template,
+    )
+
+
+def gemma4(name: str = "Gemma4") -> Any:
+    import transformers
+
+    parts = ("boi", "eoi", "audio", "boa", "eoa")
+    named = {f"{part}_token": f"<{part}>" for part in parts} | {"image_token": "<soft>"}
+    words = words_of(tuple(f"<{part}>" for part in parts), "<soft>", **named)
+    return getattr(transformers, f"{name}Processor")(
+        getattr(transformers, f"{name}AudioFeatureExtractor")(),
+        getattr(transformers, f"{name}ImageProcessor")(
+            patch_size=4, max_soft_tokens=70, pooling_kernel_size=3
+        ),
+        words,
+        getattr(transformers, f"{name}VideoProcessor")(),
+        chat_template=words.chat_template,
+        image_seq_length=70,
+    )
+
+
+ITEMS = ("image", "video", "vision")
+MARKS = ("<video>", "<start>", "<end>", "<|begin_of_video|>", "<|end_of_video|>")
+SLICES = (
+    *("image_start", "image_end", "slice_start", "slice_end", "image_id_start", "image_id_end"),
+)
+OMNI = ("vision_bos", "vision_eos", "audio_bos", "audio_eos")
+PINPOINTS = [[32, 64], [64, 32]]
+#: Ids in the configurations that no processor writes for an image.
+VIDEO = {"video_token_id": 391}
+IDS = VIDEO | {"vision_start_token_id": 392, "vision_end_token_id": 393}
+GLM_IDS = VIDEO | {
+    f"{item}_{end}_token_id": 392 for item in ("image", "video") for end in ("start", "end")
+}
+VIT = {
+    "depth": 2,
+    "hidden_size": 32,
+    "out_hidden_size": 48,
+    "num_heads": 4,
+    "intermediate_size": 64,
+    "patch_size": 4,
+    "spatial_merge_size": 2,
+}
+QWEN3_VIT = VIT | {"num_position_embeddings": 64}
+DEEP_VIT = QWEN3_VIT | {"deepstack_visual_indexes": [0]}
+GLM_VIT = VIT | {"image_size": 32}
+WINDOWED_VIT = VIT | {"window_size": 16, "fullatt_block_indexes": [1]}
+VIT_LAYERS = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "patch_size": 4,
+}
+HEADS = LLM | {"head_dim": 12}
+MROPE = {"rope_type": "default", "mrope_section": [2, 2, 2]}
+SECTIONS = {"rope_parameters": MROPE}
+GLM_SECTIONS = {"rope_parameters": MROPE | {"partial_rotary_factor": 1.0}}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+ROUTED = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+LINEAR = HEADS | {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"],
+    "rope_parameters": MROPE | {"partial_rotary_factor": 1.0, "mrope_interleaved": True},
+}
+LATENT = LLM | {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+}
+AUDIO = {
+    "d_model": 32,
+    "encoder_layers": 1,
+    "encoder_attention_heads": 4,
+    "encoder_ffn_dim": 64,
+    "output_dim": 48,
+    "num_mel_bins": 16,
+}
+QWEN3_VL = gridded("Qwen3VLProcessor", "Qwen2VLImageProcessor", "Qwen3VLVideoProcessor")
+GLM4V = gridded("Glm4vProcessor", "Glm4vImageProcessor", "Glm4vVideoProcessor", edges=(512, 8192))
 
 PIXTRAL = {
     "model_type": "pixtral",
@@ -350,7 +536,7 @@ FAMILIES: dict[str, Tiny] = {
     ),
     "qwen2_vl": Tiny(
         "Qwen2VL",
-        qwen2_vl,
+        gridded("Qwen2VLProcessor", "Qwen2VLImageProcessor", "Qwen2VLVideoProcessor"),
         {
             "depth": 2,
             "embed_dim": 32,
@@ -365,7 +551,9 @@ FAMILIES: dict[str, Tiny] = {
     ),
     "glm46v": Tiny(
         "Glm46V",
-        glm46v,
+        gridded(
+            "Glm46VProcessor", "Glm46VImageProcessor", "Glm46VVideoProcessor", edges=(512, 8192)
+        ),
         {
             "model_type": "glm4v_vision",
             "depth": 2,
@@ -447,14 +635,212 @@ FAMILIES: dict[str, Tiny] = {
         QWEN2,
         {"hidden_size": 48, "vocab_size": 400},
     ),
+    "qwen3_5": Tiny("Qwen3_5", QWEN3_VL, QWEN3_VIT, LINEAR, IDS),
+    "qwen3_5_moe": Tiny(
+        "Qwen3_5Moe",
+        QWEN3_VL,
+        QWEN3_VIT,
+        LINEAR | EXPERTS | {"shared_expert_intermediate_size": 24},
+        IDS,
+    ),
+    "qwen3_vl_moe": Tiny("Qwen3VLMoe", QWEN3_VL, DEEP_VIT, HEADS | SECTIONS | EXPERTS, IDS),
+    "cosmos3_omni": Tiny(
+        "Cosmos3Omni",
+        QWEN3_VL,
+        {"model_type": "qwen3_vl_vision"} | DEEP_VIT,
+        {"model_type": "qwen3_vl_text"} | HEADS | SECTIONS,
+        IDS,
+    ),
+    "glm4v": Tiny("Glm4v", GLM4V, GLM_VIT, LLM | GLM_SECTIONS, GLM_IDS),
+    "glm4v_moe": Tiny("Glm4vMoe", GLM4V, GLM_VIT, HEADS | GLM_SECTIONS | ROUTED, GLM_IDS),
+    "glmga": Tiny(
+        "Glmga",
+        GLM4V,
+        {"model_type": "glm4v_vision"} | GLM_VIT,
+        {"model_type": "glm4v_text"} | LLM | GLM_SECTIONS,
+        GLM_IDS,
+    ),
+    "glm_ocr": Tiny(
+        "GlmOcr",
+        gridded(
+            "Glm46VProcessor", "Glm46VImageProcessor", "Glm46VVideoProcessor", edges=(512, 8192)
+        ),
+        GLM_VIT,
+        HEADS | GLM_SECTIONS,
+        GLM_IDS,
+    ),
+    "exaone4_5": Tiny(
+        "Exaone4_5_",
+        gridded("Exaone4_5_Processor", "Qwen2VLImageProcessor", "Qwen2VLVideoProcessor"),
+        WINDOWED_VIT | {"num_key_value_heads": 2},
+        {"model_type": "exaone4"} | HEADS | {"sliding_window": 16},
+        VIDEO,
+    ),
+    "hyperclovax_vision_v2": Tiny(
+        "HyperCLOVAXVisionV2",
+        gridded("HyperCLOVAXVisionV2Processor", "Qwen2VLImageProcessor", "Qwen2VLVideoProcessor"),
+        {"model_type": "qwen2_5_vl_vision"} | WINDOWED_VIT,
+        {"model_type": "hyperclovax"} | LLM,
+        VIDEO,
+    ),
+    "video_llama_3": Tiny(
+        "VideoLlama3",
+        gridded(
+            "VideoLlama3Processor",
+            "VideoLlama3ImageProcessor",
+            "VideoLlama3VideoProcessor",
+            merge_size=1,
+        ),
+        VIT_LAYERS,
+        QWEN2,
+        VIDEO,
+    ),
+    "paddleocr_vl": Tiny(
+        "PaddleOCRVL",
+        gridded(
+            "PaddleOCRVLProcessor",
+            "PaddleOCRVLImageProcessor",
+            "Qwen2VLVideoProcessor",
+            edges=(512, 4096),
+        ),
+        VIT_LAYERS | {"image_size": 32},
+        HEADS | SECTIONS,
+        IDS,
+    ),
+    "kimi_k25": Tiny(
+        "Kimi_K25",
+        gridded(
+            "Kimi_K25Processor",
+            "Kimi_K25ImageProcessor",
+            "Kimi_K25VideoProcessor",
+            size={"max_height": 16, "max_width": 16},
+        ),
+        VIT_LAYERS | {"pos_emb_height": 4, "pos_emb_width": 4},
+        {"model_type": "deepseek_v3"} | LATENT | ROUTED,
+        IDS | {"projection_hidden_size": 32},
+    ),
+    "llava_next_video": Tiny(
+        "LlavaNextVideo",
+        llava_next_video,
+        TOWER,
+        LLAMA,
+        {"video_token_index": 399, "image_grid_pinpoints": PINPOINTS},
+    ),
+    "video_llava": Tiny(
+        "VideoLlava",
+        video_llava,
+        {"model_type": "clip_vision_model"} | TOWER,
+        LLAMA,
+        {"video_token_index": 399},
+    ),
+    "aria": Tiny(
+        "Aria",
+        aria,
+        VIT_LAYERS | {"model_type": "idefics3_vision", "image_size": 980, "patch_size": 70},
+        LLM | {"moe_num_experts": 4, "moe_num_shared_experts": 1},
+        {"projector_patch_to_query_dict": {"196": 4}},
+    ),
+    "minicpmv4_6": Tiny(
+        "MiniCPMV4_6",
+        minicpm,
+        VIT_LAYERS | {"image_size": 64, "insert_layer_id": 0},
+        {"model_type": "qwen3_5_text"} | LINEAR,
+        VIDEO | {"insert_layer_id": 0},
+    ),
+    "minicpmv4_7": Tiny(
+        "MiniCPMV4_7",
+        partial(minicpm, "MiniCPMV4_7"),
+        VIT_LAYERS | {"image_size": 64, "insert_layer_id": 0},
+        {"model_type": "qwen3_5_text"} | LINEAR,
+        VIDEO | {"insert_layer_id": 0},
+    ),
+    "cosmos3_edge": Tiny(
+        "Cosmos3Edge",
+        gridded("Cosmos3EdgeProcessor", "Cosmos3EdgeImageProcessor", "Cosmos3EdgeVideoProcessor"),
+        VIT_LAYERS | {"num_patches": 64},
+        HEADS | SECTIONS,
+        IDS | {"projector_hidden_size": 64},
+    ),
+    "qwen2_5_omni_thinker": Tiny(
+        "Qwen2_5OmniThinker",
+        omni,
+        WINDOWED_VIT,
+        LLM | SECTIONS,
+        IDS | {"audio_config": AUDIO, "audio_token_id": 394},
+    ),
+    "qwen3_omni_moe_thinker": Tiny(
+        "Qwen3OmniMoeThinker",
+        partial(omni, "Qwen3OmniMoe"),
+        DEEP_VIT,
+        HEADS | SECTIONS | EXPERTS,
+        IDS | {"audio_config": AUDIO | {"downsample_hidden_size": 16}, "audio_token_id": 394},
+    ),
+    "cohere_compass": Tiny(
+        "CohereCompass",
+        compass,
+        DEEP_VIT,
+        LLM
+        | {
+            "sliding_window": 16,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "rope_parameters": {
+                kind: MROPE | {"rope_theta": 10000.0}
+                for kind in ("sliding_attention", "full_attention")
+            },
+            "logit_scale": 0.5,
+        },
+        IDS,
+    ),
+    "gemma4": Tiny(
+        "Gemma4",
+        gemma4,
+        VIT_LAYERS | {"num_key_value_heads": 4, "head_dim": 8, "position_embedding_size": 1024},
+        HEADS
+        | {
+            "global_head_dim": 12,
+            "sliding_window": 80,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "vocab_size_per_layer_input": 400,
+            "hidden_size_per_layer_input": 8,
+            "use_bidirectional_attention": "vision",
+        },
+        {"audio_config": None},
+    ),
+    "gemma4_unified": Tiny(
+        "Gemma4Unified",
+        partial(gemma4, "Gemma4Unified"),
+        {"patch_size": 4},
+        HEADS
+        | {
+            "global_head_dim": 12,
+            "sliding_window": 80,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "use_bidirectional_attention": "vision",
+        },
+        {"audio_config": None},
+    ),
 }
 
 
+#: Families of the fast suite: one of each rule.
+FAST = (
+    *("vipllava", "mistral3", "deepseek_vl_hybrid", "janus", "lighton_ocr", "idefics2", "ovis2"),
+    *("gemma3", "lfm2_vl", "aya_vision", "qwen3_vl_moe", "paddleocr_vl", "gemma4", "aria"),
+)
 #: Families that are refused, and why.
 REFUSED = {
+    "cosmos3_edge": "mm_token_type_ids",
+    "minicpmv4_7": "positions after an image do not follow its largest one",
     "idefics2": "the text that it writes for an image depends on the others",
     "ovis2": "visual_indicator_features",
 }
+
+#: The others; those outside the fast suite are slow.
+TRAINED = [
+    pytest.param(one, marks=() if one in FAST else pytest.mark.slow)
+    for one in FAMILIES
+    if one not in REFUSED
+]
 
 
 def write(folder: Path, family: str) -> tuple[Any, Any]:
@@ -467,7 +853,13 @@ def write(folder: Path, family: str) -> tuple[Any, Any]:
     except ImportError as error:
         pytest.skip(" ".join(str(error).split()))
     words = processor.tokenizer
-    rows = ("<|IMG_PATCH|>", "<IMG_ATOM>", "<soft>", processor.image_token)
+    rows = (
+        "<|IMG_PATCH|>",
+        "<IMG_ATOM>",
+        "<soft>",
+        "<imgpad>",
+        getattr(processor, "image_token", "<image>"),
+    )
     row = next(one for one in rows if one in words.get_vocab())
     fields = {"tie_word_embeddings": False} | (tiny.fields or {})
     config = getattr(transformers, f"{tiny.prefix}Config")(
@@ -476,7 +868,8 @@ def write(folder: Path, family: str) -> tuple[Any, Any]:
         image_token_id=words.convert_tokens_to_ids(row),
         **fields,
     )
-    model = spread(getattr(transformers, f"{tiny.prefix}ForConditionalGeneration")(config))
+    made = transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
+    model = spread(made(config))
     model.save_pretrained(folder)
     processor.save_pretrained(folder)
     return model, transformers.AutoProcessor.from_pretrained(folder)

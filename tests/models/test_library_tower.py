@@ -22,7 +22,7 @@ from disttrain_cli.models.supported import image_text_families
 from disttrain_cli.spec.library_images import LibraryImages
 from disttrain_cli.spec.library_processor import digest_of
 from tests.data.test_parts import picture
-from tests.library_models import FAMILIES, REFUSED, write
+from tests.library_models import FAST, REFUSED, write
 
 SIZES = [(50, 30), (16, 16), (200, 41), (31, 100)]
 
@@ -42,7 +42,7 @@ def written(folder: Path, family: str) -> tuple[Any, Any, LibraryImages, library
     return model, processor, head, glue
 
 
-@pytest.mark.parametrize("family", [one for one in FAMILIES if one not in REFUSED])
+@pytest.mark.parametrize("family", [one for one in FAST if one not in REFUSED])
 def test_the_rows_of_an_image_are_the_librarys_own(tmp_path: Path, family: str) -> None:
     """One by one as in a batch, whatever their sizes."""
     model, processor, head, glue = written(tmp_path, family)
@@ -98,7 +98,10 @@ def test_a_tower_that_depends_on_more_than_its_images_is_refused(part: Any, why:
 def test_a_forward_that_changes_rows_tokens_or_positions_is_refused() -> None:
     ids, width = torch.tensor([5, 9, 9, 6]), 4
     rows, features = ids == 9, torch.arange(8.0).view(2, 4)
-    llm = library_tower._Llm(SimpleNamespace(config=None, forward=lambda deep: None), width)
+    config = SimpleNamespace(
+        vocab_size=10, pad_token_id=0, layer_types=None, model_type="any", num_hidden_layers=1
+    )
+    llm = library_tower._Llm(SimpleNamespace(config=config, forward=lambda deep: None), width)
     embeds = llm.embed_tokens(ids)
     embeds[rows] = features
     check = partial(library_tower._checked, "any", llm=llm, ids=ids, rows=rows, features=features)
@@ -111,6 +114,9 @@ def test_a_forward_that_changes_rows_tokens_or_positions_is_refused() -> None:
         ({"inputs_embeds": (embeds - (~rows[:, None]).float())[None]}, "tokens around an image"),
         ({"attention_mask": torch.ones(1, 1, 4, 4)}, "attend to later ones"),
         ({"position_ids": torch.zeros(1, 4)}, "not counted from 0"),
+        ({"per_layer_inputs": ids[None]}, "reads other tokens"),
+        ({"visual_pos_masks": ~rows[None]}, "adds rows to other tokens"),
+        ({"deepstack_visual_embeds": [features, features]}, "of the tower's inner blocks"),
         ({"deep": features}, "also reads deep"),
     ):
         with pytest.raises(SpecError) as raised:

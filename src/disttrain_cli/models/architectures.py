@@ -416,12 +416,12 @@ def architectures() -> dict[str, Architecture]:
 
     Decoders are all that transformers has with a head, and those inside its whole models.
     """
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES as CONFIGS
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL,
     )
-    from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES as BASE
 
-    names = {*CAUSAL, *(name for name in BASE if name.endswith("_text"))}
+    names = {*CAUSAL, *decoders.FAMILIES, *(name for name in CONFIGS if name.endswith("_text"))}
     entries = {
         name: Architecture(
             "llm",

@@ -291,6 +291,7 @@ def _vision_spans(batch: Batch) -> Spans:
     rows = batch.of("image").at
     if rows is None or not len(rows):
         return ()
+    rows = np.sort(rows)  # images may be in another order than their tokens
     ends = np.cumsum(np.array(batch.sample_lengths or [], np.int64))
     sample = np.searchsorted(ends, rows, "right")
     cuts = np.flatnonzero((np.diff(rows) != 1) | (np.diff(sample) != 0)) + 1

@@ -293,15 +293,16 @@ def _features(configs: dict[str, ModuleConfig], llm: ModuleConfig) -> tuple[str,
         SpecError: their width is not the LLM's, or there are more than the LLM has blocks.
     """
     for name, module in configs.items():
-        levels = getattr(module.config, "deepstack_visual_indexes", ())
+        vision = getattr(module.config, "vision_config", module.config)  # of a tower by the library
+        levels = getattr(vision, "deepstack_visual_indexes", None) or ()
         if not levels:
             continue
         width, blocks = llm.config.hidden_size, llm.config.num_hidden_layers
-        if module.config.out_hidden_size != width:
+        if vision.out_hidden_size != width:
             allowed = (
                 f"{width}, the width of {llm.name}, to whose rows DeepStack's features are added"
             )
-            raise wrong(name, "out_hidden_size", module.config.out_hidden_size, allowed)
+            raise wrong(name, "out_hidden_size", vision.out_hidden_size, allowed)
         if len(levels) > blocks:
             allowed = f"at most {blocks} numbers: each goes to one of the blocks of {llm.name}"
             raise wrong(name, "deepstack_visual_indexes", list(levels), allowed)

@@ -31,13 +31,14 @@ from disttrain_cli.models.building import LayerMaker
 from disttrain_cli.models.configs.checks import MISTAKES, ModuleConfig, check_numbers, wrong_field
 from disttrain_cli.models.configs.decoders import sees_vision
 from disttrain_cli.models.host import to_device
-from disttrain_cli.models.layer import Batch, Items, TensorSpec
+from disttrain_cli.models.layer import Batch, Items, TensorSpec, features_name
+from disttrain_cli.models.library_frame import TOKEN_INPUTS
 from disttrain_cli.models.parallel import split
 from disttrain_cli.models.towers import EMBEDS, ImageLayer
-from disttrain_cli.spec.library_images import LibraryImages
+from disttrain_cli.spec.library_images import ABSENT, LibraryImages
 from disttrain_cli.spec.library_processor import (
+    LARGER,
     SIZE,
-    LibraryProcessor,
     digest_of,
     library_processor,
 )
@@ -47,6 +48,9 @@ from disttrain_cli.spec.runfile.model import PROJECTORS, ModuleSpec
 FEATURES = "get_image_features"
 #: Names of the LLM and of vision models in base classes.
 LLMS = ("language_model", "text_model")
+#: Outputs of inner blocks of a vision tower (DeepStack), and the LLM's arguments of their rows,
+#: which it adds to those of its first layers.
+DEEP, DEEP_ROWS, DEEP_MASK = "deepstack_features", "deepstack_visual_embeds", "visual_pos_masks"
 DROPOUT = re.compile(r"drop(out|_path|_prob)")
 #: Arguments of an LLM that mean nothing without a cache, or only select outputs.
 IGNORED = (
@@ -90,6 +94,8 @@ class _NumbersOnHost(TorchFunctionMode):
         given = args, kwargs or {}
         tensors = [one for one in tree_leaves(given) if isinstance(one, Tensor)]
         if any(one.is_meta for one in tensors):
+            if function is Tensor.__getitem__ and _selects(args[1]):
+                given = (args[0], args[1].nonzero(as_tuple=True)), {}
             (args, kwargs) = tree_map_only(  # numbers stay: they may be sizes
                 Tensor, lambda one: one.to("meta") if one.ndim else one, given
             )
@@ -104,6 +110,11 @@ class _NumbersOnHost(TorchFunctionMode):
             with torch.device("cpu"):
                 return function(*on_host[0], **on_host[1])
         return made
+
+
+def _selects(index: Any) -> bool:
+    """Return True if an index is a mask whose values are known."""
+    return isinstance(index, Tensor) and index.dtype == torch.bool and not index.is_meta
 
 
 class Whole(NamedTuple):
@@ -166,6 +177,7 @@ class Glue(NamedTuple):
     inputs: tuple[tuple[str, str], ...]  # its argument, output of the processor
     constants: Mapping[str, Any]
     positions: Tensor | None  # [3, L] of the tokens (M-RoPE); None: counted from 0
+    levels: int = 0  # inner blocks whose rows the LLM's first layers add (DeepStack)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -184,9 +196,9 @@ class _ReachedError(Exception):
 class _Table(nn.Module):
     """Embeddings that tell ids apart, of any vocabulary."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, ids: int, width: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(1, width), requires_grad=False)
+        self.weight = nn.Parameter(torch.zeros(1, width).expand(ids, width), requires_grad=False)
         self.embedding_dim = width
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -199,7 +211,7 @@ class _Llm(nn.Module):
     def __init__(self, llm: Any, width: int) -> None:
         super().__init__()
         self.__dict__["_of"] = llm
-        self.config, self.embed_tokens = llm.config, _Table(width)
+        self.config, self.embed_tokens = llm.config, _Table(llm.config.vocab_size, width)
         self.names = tuple(inspect.signature(llm.forward).parameters)
 
     def __getattr__(self, name: str) -> Any:
@@ -210,6 +222,9 @@ class _Llm(nn.Module):
 
     def get_input_embeddings(self) -> nn.Module:
         return self.embed_tokens
+
+    def get_per_layer_inputs(self, ids: Tensor, *_: Any) -> Tensor:
+        return ids
 
     def forward(self, *args: Any, **kwargs: Any) -> None:
         raise _ReachedError(dict(zip(self.names, args, strict=False)) | kwargs)
@@ -232,6 +247,7 @@ def glue_of(config: Any, given: Mapping[str, Tensor], image_token: int) -> Glue:
     rows = int((ids == image_token).sum())
     features = 1.0 + torch.arange(rows * width, dtype=torch.float32).view(rows, width)
     calls, names = list[dict[str, Any]](), _arguments(base)
+    levels = len(getattr(config.vision_config, "deepstack_visual_indexes", None) or ())
 
     def forms() -> Iterator[Any]:
         yield (features,)
@@ -241,7 +257,7 @@ def glue_of(config: Any, given: Mapping[str, Tensor], image_token: int) -> Glue:
     why = ""
     for form in forms():
         calls.clear()
-        base.__dict__[FEATURES] = partial(_features, calls, form, names)
+        base.__dict__[FEATURES] = partial(_features, calls, form, levels, names)
         try:
             with torch.no_grad():
                 whole.model(**given)
@@ -249,7 +265,8 @@ def glue_of(config: Any, given: Mapping[str, Tensor], image_token: int) -> Glue:
             positions = _checked(
                 kind, reached.arguments, stand_in, ids, ids == image_token, features
             )
-            return _glue(kind, calls, given)._replace(positions=positions)
+            deep = reached.arguments.get(DEEP_ROWS) or ()
+            return _glue(kind, calls, given)._replace(positions=positions, levels=len(deep))
         except Exception as error:  # other forms of the features fail in any way
             why = why or f"{type(error).__name__}: {' '.join(str(error).split())}"
     raise refused(kind, f"its forward does not reach the LLM: {why}")
@@ -260,12 +277,20 @@ def _arguments(base: Any) -> tuple[str, ...]:
 
 
 def _features(
-    calls: list[dict[str, Any]], form: Any, names: tuple[str, ...], *args: Any, **kwargs: Any
+    calls: list[dict[str, Any]],
+    form: Any,
+    levels: int,
+    names: tuple[str, ...],
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     from transformers.modeling_outputs import BaseModelOutputWithPooling
 
     calls.append(dict(zip(names, args, strict=False)) | kwargs)
-    return BaseModelOutputWithPooling(pooler_output=form)
+    made = BaseModelOutputWithPooling(pooler_output=form)
+    deep = [tree_map_only(Tensor, partial(torch.add, other=-n), form) for n in range(levels)]
+    setattr(made, DEEP, deep or None)
+    return made
 
 
 def _glue(kind: str, calls: list[dict[str, Any]], given: Mapping[str, Tensor]) -> Glue:
@@ -320,6 +345,15 @@ def _checked(
                 positions = value[-3:, 0]
             elif not torch.equal(value.reshape(-1), counted):
                 raise refused(kind, "the positions of its tokens are not counted from 0")
+        elif name == "per_layer_inputs":
+            if not torch.equal(value[0], ids.masked_fill(rows, llm.config.pad_token_id or 0)):
+                raise refused(kind, f"{TOKEN_INPUTS} reads other tokens than those of the text")
+        elif name == DEEP_MASK:
+            if not torch.equal(value.reshape(-1), rows):
+                raise refused(kind, "its LLM adds rows to other tokens than those of an image")
+        elif name == DEEP_ROWS:
+            if any(not torch.equal(one, features - level) for level, one in enumerate(value)):
+                raise refused(kind, "its forward changes the rows of the tower's inner blocks")
         elif name in llm.names:
             raise refused(kind, f"its LLM also reads {name}")
     return positions
@@ -337,7 +371,7 @@ def _sees_images(masks: Any, config: Any, rows: Tensor) -> bool:
     other (`configs.decoders.sees_vision`).
     """
     sees = dict(zip(config.layer_types or (), sees_vision(config), strict=False))
-    if not isinstance(masks, dict) or not masks.keys() >= sees.keys() or not any(sees.values()):
+    if not isinstance(masks, dict) or not masks.keys() >= sees.keys():
         return False
     at = torch.arange(len(rows))
     back = at[:, None] - at
@@ -392,7 +426,10 @@ class Tower(ImageLayer):
         super().__init__()
         self.name, self.module, self.head, self.glue = f"{module}.tower", module, head, glue
         width = config.get_text_config().hidden_size
-        self.writes = (TensorSpec(EMBEDS, "image", "tokens", (width,), split=True),)
+        self.writes = tuple(
+            TensorSpec(name, "image", "tokens", (width,), split=True)
+            for name in (EMBEDS, *map(features_name, range(glue.levels)))
+        )
         whole = whole_model(config)
         self.tower = whole.base
         delattr(self.tower, whole.llm)
@@ -429,7 +466,8 @@ class Tower(ImageLayer):
             tables={0: [example.table[None]]},
         )
         with torch.enable_grad():
-            self.compute({}, Batch({"image": items}))[EMBEDS].sum().backward()
+            made = self.compute({}, Batch({"image": items}))
+            sum(one.sum() for one in made.values()).backward()
         unused = {path for path, one in self.named_parameters() if one.grad is None}
         self.zero_grad(set_to_none=True)
         return frozenset(unused)
@@ -439,13 +477,18 @@ class Tower(ImageLayer):
         self._place(like.device)
         items = batch.of("image")
         each = zip(items.values[0], items.tables[0], items.grids, strict=True)
-        rows = torch.cat(
-            [self._rows(values, table, count, like) for values, table, (count, _) in each]
-        )
-        return {EMBEDS: split(rows[self.of_group(len(rows))], self.group)}
+        made = [self._rows(values, table, count, like) for values, table, (count, _) in each]
+        together = map(torch.cat, zip(*made, strict=True))
+        return {
+            spec.name: split(rows[self.of_group(len(rows))], self.group)
+            for spec, rows in zip(self.writes, together, strict=True)
+        }
 
-    def _rows(self, values: Tensor, table: Any, count: int, like: Tensor) -> Tensor:
-        """Return the `count` rows of an image; of an example (`LibraryImages.example`), about."""
+    def _rows(self, values: Tensor, table: Any, count: int, like: Tensor) -> list[Tensor]:
+        """Return the `count` rows of an image, and those of the tower's inner blocks.
+
+        Of an example (`LibraryImages.example`) there are about as many.
+        """
         inputs = unpacked(self.head.inputs, values, table[0])
         given = {
             argument: inputs[name].to(like.dtype)
@@ -454,22 +497,25 @@ class Tower(ImageLayer):
             if like.is_meta
             else to_device(inputs[name], like.device)
             for argument, name in self.glue.inputs
+            if name in inputs
         }
         rows = int(table[0, 0])
         if rows == 1:  # classes squeeze the rows of a batch with one row away
             given = {name: torch.cat([value, value]) for name, value in given.items()}
         with _NumbersOnHost() if like.is_meta else nullcontext():
             made = getattr(self.tower, FEATURES)(**given, **self.glue.constants, return_dict=True)
-            found = flat_rows(made.pooler_output)
-        if len(found) != (2 if rows == 1 else rows):
+            deep = getattr(made, DEEP) if self.glue.levels else ()
+            found = [flat_rows(one) for one in (made.pooler_output, *deep)]
+        if any(len(one) != (2 if rows == 1 else rows) for one in found):
             raise SpecError(
                 f"The tower of {self.head.folder} and its processor do not fit",
-                f"{len(found)} rows of an image for which the processor writes {rows} tokens",
+                f"{len(found[0])} rows of an image for which the processor writes {rows} tokens",
                 "Download the folder again, with its processor's files.",
             )
-        if rows == count == len(found):
+        if rows == count == len(found[0]):
             return found
-        return found.index_select(0, torch.arange(count, device=found.device) % rows)
+        at = torch.arange(count, device=like.device) % rows
+        return [one.index_select(0, at) for one in found]
 
     def _place(self, device: torch.device) -> None:
         """Move the buffers, which are no state of the layer, to a device."""
@@ -499,6 +545,9 @@ def unpacked(names: tuple[str, ...], values: Tensor, table: Any) -> dict[str, Te
     flat, inputs = values.flatten(), dict[str, Tensor]()
     for name in names:
         floats, dimensions = numbers[at : at + 2]
+        if floats == ABSENT:
+            at += 2
+            continue
         shape = numbers[at + 2 : at + 2 + dimensions]
         at, size = at + 2 + dimensions, int(np.prod(shape))
         if floats:
@@ -577,13 +626,12 @@ def images_of(run: Run, module: ModuleConfig) -> LibraryImages:
     )
 
 
-def _check_positions(kind: str, found: Tensor, ids: Tensor, processor: LibraryProcessor) -> None:
+def _check_positions(kind: str, found: Tensor, ids: Tensor, row: int, inside: Tensor) -> None:
     """Raise SpecError if positions are not those of an image inside counted ones.
 
     They are computed for each image alone (`data.positions.sample_positions`).
     """
-    inside = torch.from_numpy(processor.positions(SIZE))
-    first = int((ids == processor.row).nonzero()[0])
+    first = int((ids == row).nonzero()[0])
     made = torch.arange(len(ids)).repeat(3, 1)
     stop = first + inside.shape[1]
     made[:, first:stop] = first + inside
@@ -600,10 +648,14 @@ def glue_from(folder: str, token: int, digest: str, config: Any) -> Glue:
     key = folder, token, digest, repr(config.to_dict())
     if key not in _glues:
         processor = library_processor(Path(folder), token)
-        given = processor.complete(SIZE)
+        # large images may have inputs that small ones lack
+        size = max((SIZE, LARGER), key=lambda one: len(processor.complete(one)))
+        given = processor.complete(size)
         glue = glue_of(config, given, token)
         if glue.positions is not None:
-            _check_positions(config.model_type, glue.positions, given["input_ids"][0], processor)
+            inside = torch.from_numpy(processor.positions(size))
+            ids = given["input_ids"][0]
+            _check_positions(config.model_type, glue.positions, ids, processor.row, inside)
         _glues[key] = glue
     return _glues[key]
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import shlex
 from collections.abc import Collection, Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from disttrain_cli.errors import SpecError
 from disttrain_cli.models.architectures import architectures
+from disttrain_cli.models.configs.decoders import published_class_of
 from disttrain_cli.models.configs.vaes import CLASS, VAES
 from disttrain_cli.models.conversion import Conversion, Conversions
 from disttrain_cli.spec.files import parse_json
@@ -215,11 +216,11 @@ def published_class(architecture: str) -> Any:
         for classes in (
             transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
             transformers.MODEL_FOR_MULTIMODAL_LM_MAPPING,
-            transformers.MODEL_FOR_CAUSAL_LM_MAPPING,
-            transformers.MODEL_MAPPING,
         ):
             if (found := classes.get(config, None)) is not None:
                 return found[0] if isinstance(found, tuple) else found
+        with suppress(KeyError):
+            return published_class_of(config)
     raise SpecError(
         f"transformers {transformers.__version__} has no model {architecture!r}",
         next_step="Install the release that has it, or train another model.",

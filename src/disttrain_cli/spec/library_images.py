@@ -30,12 +30,15 @@ if TYPE_CHECKING:
 SIDES_PX = tuple(round(16 * 2 ** (step / 4)) for step in range(33))  # 16 to 4096
 
 
+ABSENT = -1  # in the place of the kind of an input that an image does not have
+
+
 class Packed(NamedTuple):
     """Inputs of an image as two arrays."""
 
     values: NDArray[np.float32]  # [E] of all floating-point inputs, one after another
-    #: [I] rows in the LLM; then by input: 1 if it is among the values, its number of dimensions,
-    #: its shape, and, unless it is among the values, its numbers
+    #: [I] rows in the LLM; then by input: 1 if it is among the values (`ABSENT` if this image has
+    #: none), its number of dimensions, its shape, and, unless it is among the values, its numbers
     table: NDArray[np.int64]
 
 
@@ -113,6 +116,10 @@ class LibraryImages(Head):
 
     def positions(self, numbers: Numbers) -> NDArray[np.int64]:
         """Return [3, tokens] positions of a file's tokens, from those of its first."""
+        import numpy as np
+
+        if not self.mrope:  # counted like those of text
+            return np.tile(np.arange(len(self.ids(numbers) or ())), (3, 1))
         return self.processor.turned(_size(numbers))
 
     def size(self, area: Any) -> Any:
@@ -140,17 +147,14 @@ class LibraryImages(Head):
         return max(1, most // fewest), 1
 
     def pack(self, made: Inputs, rows: int) -> Packed:
-        """Return the inputs of an image of `rows` rows as two arrays.
-
-        Raises:
-            ValueError: the processor made other inputs than for the images it was tried with.
-        """
+        """Return the inputs of an image of `rows` rows as two arrays."""
         import numpy as np
 
-        if missing := [name for name in self.inputs if name not in made]:
-            raise ValueError(f"the processor made no {', '.join(missing)}")
         values, table = [], [rows]
         for name in self.inputs:
+            if name not in made:  # tiles that a small image has not, say
+                table += [ABSENT, 0]
+                continue
             given = made[name]
             floats = np.issubdtype(given.dtype, np.floating)
             table += [int(floats), given.ndim, *given.shape]

@@ -28,12 +28,14 @@ if TYPE_CHECKING:
 
 ROW = -1  # among the ids of an image: one row of the encoder's output
 SIZE: Size = (96, 64)  # of the image with which a processor is tried
+LARGER: Size = (1920, 1280)
 #: Outputs of a tokenizer, all others are the image's.
 OF_TEXT = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
 FILES = (
     *("processor_config.json", "preprocessor_config.json", "tokenizer.json"),
     *("tokenizer_config.json", "special_tokens_map.json"),
 )
+MERGE = "spatial_merge_size"
 MOST = 4096  # sizes whose texts are cached
 
 
@@ -152,6 +154,8 @@ class LibraryProcessor:
         base = made.__new__(made)
         import_module("torch.nn").Module.__init__(base)
         base.config = config
+        if hasattr(config.vision_config, MERGE):  # an attribute of some classes
+            setattr(base, MERGE, getattr(config.vision_config, MERGE))
         return base
 
     def complete(self, size: Size) -> dict[str, Any]:

@@ -92,6 +92,11 @@ def check_numbers(name: str, fields: Mapping[str, Any], section: str = "config")
     Numbers in lists and mappings are checked, too.
     """
     for field, given in fields.items():
+        if not isinstance(field, str):
+            continue
+        if isinstance(given, dict) and "rope" not in field:
+            check_numbers(name, given, f"{section}.{field}")
+            continue
         most = (
             MOST_LAYERS if LAYERS.search(field) else MOST_IDS if IDS.search(field) else MOST_WIDTH
         )

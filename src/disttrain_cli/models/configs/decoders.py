@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from importlib import import_module
 from typing import Any, NamedTuple
 
 from disttrain_cli.models.configs.checks import refuse_dropout, wrong
@@ -27,8 +28,9 @@ FAMILIES = {
     "qwen3_vl_text": Family("transformers:Qwen3ForCausalLM", mrope=True),
     "gemma3_text": Family(sees_vision=("full_attention", "sliding_attention")),
     "gemma4_text": Family(sees_vision=("sliding_attention",)),
-    "gemma4_unified_text": Family(sees_vision=("sliding_attention",)),
+    "gemma4_unified_text": Family(sees_vision=("full_attention", "sliding_attention")),
     "llama4_text": Family(),
+    "step3p5": Family(),
     "olmoe": Family(),
     "granitemoe": Family(),
     "stablelm": Family(),
@@ -72,12 +74,20 @@ def plan_of(config: Any) -> dict[str, str] | None:
 
 
 def published_class_of(config_class: type) -> Any:
-    """Return the class of a decoder with its head, or its base model if there is no other."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
+    """Return the class of a decoder with its head, or its base model if there is no other.
+
+    Base models inside whole models alone are found next to them.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING, PreTrainedModel
 
     for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING):
         if config_class in mapping:
             return mapping[config_class]
+    module = import_module(config_class.__module__.replace(".configuration_", ".modeling_"))
+    for made in vars(module).values():
+        own = isinstance(made, type) and issubclass(made, PreTrainedModel)
+        if own and "forward" in vars(made) and made.config_class is config_class:
+            return made
     raise KeyError(config_class)
 
 
