@@ -5,6 +5,8 @@ import shutil
 import sys
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from disttrain_cli.api.presets import write_model_files
 from disttrain_cli.api.starting import SCHEMA
@@ -29,6 +31,11 @@ def made(tmp_path_factory):
     shutil.copytree(root / "llm", root / "pulled not")
     pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{0:064}\nsize 1\n"
     (root / "pulled not" / "model.safetensors").write_text(pointer)
+    shutil.copytree(root / "llm", root / "cut")
+    (root / "cut" / "model.safetensors").write_bytes(b"cut")
+    shutil.copytree(root / "llm", root / "quantised")
+    (root / "quantised" / "config.json").write_text(json.dumps(text | {"quantization_config": {}}))
+    save_file({"x": torch.zeros(1, dtype=torch.uint8)}, root / "quantised" / "model.safetensors")
     (root / "vit").mkdir()
     (root / "vit" / "config.json").write_text('{"model_type": "vit"}')
     picture, records, chats, pairs = encoded(28, 28), [], [], {}
@@ -128,6 +135,8 @@ def test_any_name_of_a_file_is_read_back(made, tmp_path, capsys, monkeypatch, na
         (["--folder", "llava", "--data", "nothing"], 1, "no data at nothing"),
         (["--folder", "llm", "--data", "pairs.tar"], 1, "llm has no module for 120 images"),
         (["--folder", "pulled not", "--data", "texts.jsonl"], 1, "a Git LFS pointer"),
+        (["--folder", "cut", "--data", "texts.jsonl"], 1, "is damaged"),
+        (["--folder", "quantised", "--data", "texts.jsonl"], 1, "x: U8; read are BF16"),
         (["--folder", "llava", "--data", ""], 2, "--data is empty"),
         (["--folder", "", "--data", "pairs.tar"], 2, "--folder is empty"),
     ],
