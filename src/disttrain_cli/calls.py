@@ -52,7 +52,7 @@ OPTIONS = {
     "settings": "set",
 }
 #: Commands whose first argument is not a run file.
-_OF_NO_RUN = ("analyze", "doctor", "init", "sample", "schema", "watch")
+_OF_NO_RUN = ("analyze", "doctor", "init", "models", "sample", "schema", "watch")
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,15 @@ import shutil
 import sys
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from disttrain_cli.api.presets import write_model_files
 from disttrain_cli.api.starting import SCHEMA
 from disttrain_cli.app import main
+from disttrain_cli.models.graph import describe
 from disttrain_cli.spec.runfile import read_run
+from tests import library_models
 from tests.commands.test_init import init
 from tests.data.dataset import encoded, write_tar
 
@@ -27,6 +31,11 @@ def made(tmp_path_factory):
     shutil.copytree(root / "llm", root / "pulled not")
     pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{0:064}\nsize 1\n"
     (root / "pulled not" / "model.safetensors").write_text(pointer)
+    shutil.copytree(root / "llm", root / "cut")
+    (root / "cut" / "model.safetensors").write_bytes(b"cut")
+    shutil.copytree(root / "llm", root / "quantised")
+    (root / "quantised" / "config.json").write_text(json.dumps(text | {"quantization_config": {}}))
+    save_file({"x": torch.zeros(1, dtype=torch.uint8)}, root / "quantised" / "model.safetensors")
     (root / "vit").mkdir()
     (root / "vit" / "config.json").write_text('{"model_type": "vit"}')
     picture, records, chats, pairs = encoded(28, 28), [], [], {}
@@ -80,6 +89,18 @@ def test_a_run_file_for_what_is_there(made, tmp_path, capsys, monkeypatch, model
     assert code == 1 and "disttrain.yaml exists" in err
 
 
+def test_a_model_whose_images_are_not_read_when_sampling_is_trained_without_answers(
+    made, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.chdir(made)
+    library_models.write(tmp_path / "model", "deepseek_vl")
+    words = [str(tmp_path / "run"), "--folder", str(tmp_path / "model"), "--data", "talks.jsonl"]
+    code, _, err = init(words, capsys)
+    assert code == 0, err
+    run = read_run(tmp_path / "run" / "disttrain.yaml")
+    assert run.file.samples.answers == 0 and describe(run).of("image")
+
+
 def test_paths_in_the_working_folder_stay_relative(made, tmp_path, capsys, monkeypatch):
     shutil.copytree(made / "llava", tmp_path / "my model")
     shutil.copy(made / "pairs.tar", tmp_path)
@@ -109,11 +130,13 @@ def test_any_name_of_a_file_is_read_back(made, tmp_path, capsys, monkeypatch, na
         (["--folder", "llava"], 2, "--folder and --data go together"),
         (["--data", "pairs.tar"], 2, "--folder and --data go together"),
         (["--folder", "llava", "--data", "pairs.tar", "--sample-data"], 2, "go without --preset"),
-        (["--folder", "vit", "--data", "pairs.tar"], 1, "model_type 'vit'"),
+        (["--folder", "vit", "--data", "pairs.tar"], 1, "Name one that disttrain models lists"),
         (["--folder", "nothing", "--data", "pairs.tar"], 1, "no model configuration"),
         (["--folder", "llava", "--data", "nothing"], 1, "no data at nothing"),
         (["--folder", "llm", "--data", "pairs.tar"], 1, "llm has no module for 120 images"),
         (["--folder", "pulled not", "--data", "texts.jsonl"], 1, "a Git LFS pointer"),
+        (["--folder", "cut", "--data", "texts.jsonl"], 1, "is damaged"),
+        (["--folder", "quantised", "--data", "texts.jsonl"], 1, "x: U8; read are BF16"),
         (["--folder", "llava", "--data", ""], 2, "--data is empty"),
         (["--folder", "", "--data", "pairs.tar"], 2, "--folder is empty"),
     ],

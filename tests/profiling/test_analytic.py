@@ -22,6 +22,7 @@ from disttrain_cli.profiling.measure import measure
 from disttrain_cli.spec.profile import Polynomial, Profile
 from disttrain_cli.spec.runfile import Run, RunFile
 from disttrain_cli.spec.work import Work
+from tests.models.any_decoder import fields_of
 
 MODULES: dict[str, dict[str, Any]] = {
     "eye": {
@@ -275,3 +276,30 @@ def test_divided_blocks_say_what_overlapping_saves(profile: Profile) -> None:
                     if name in shard.sent_bytes:  # at 160 GB/s and 20 us for each of some messages
                         sent_ms = shard.sent_bytes[name](work) / 1.6e8
                         assert saved(work) < sent_ms + 12 * 0.02
+
+
+@pytest.mark.parametrize(
+    ("architecture", "more"),
+    [
+        ("gpt_oss", {}),  # no TP
+        ("lfm2", {"layer_types": ["conv", "full_attention"]}),
+        ("qwen3_5_text", {"layer_types": ["linear_attention", "full_attention"]}),
+        # save_pretrained encodes its infinite time_step_limit
+        ("falcon_h1", {"num_hidden_layers": 1, "mamba_d_ssm": 64, "mamba_n_heads": 4}),
+    ],
+)
+def test_decoders_of_the_library_have_costs(
+    tmp_path: Path, architecture: str, more: dict[str, Any]
+) -> None:
+    from transformers import CONFIG_MAPPING
+
+    sizes = {"num_hidden_layers": 2, "vocab_size": 264} | more
+    CONFIG_MAPPING[architecture](**fields_of(architecture) | sizes).save_pretrained(tmp_path / "m")
+    llm = {"kind": "llm", "folder": "m"}
+    run = make_run(tmp_path, {"llm": llm}, 128, nodes=1, gpus_per_node=1)
+    (module,) = measure(run, "analytic:H100").modules.values()
+    blocks = {name: cost for name, cost in module.costs.items() if cost.parameters > 1000}
+    assert len(blocks) > 1
+    for name, cost in blocks.items():  # 2 per weight, more with states, less with experts
+        each = cost.forward_flops.per_token / cost.parameters
+        assert name == "embed" or 0.5 < each < 20, (name, each)

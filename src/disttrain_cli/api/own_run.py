@@ -51,8 +51,10 @@ train:
   seed: 0
 
 samples:
-  answers: $answers  # held-out conversations whose last answer the model writes when training ends
+  answers: $answers  # $about_answers
 """)
+ANSWERS = "held-out conversations whose last answer the model writes when training ends"
+UNREAD_WHEN_SAMPLING = "images of a model whose tower runs whole are not read when sampling"
 EPOCHS, BATCH = 3, 8
 UPDATES = 10  # optimizer steps per pass over the data, where a smaller batch allows as many
 SHORTEST, LONGEST = 256, 32_768  # limits of the chosen sequence length, in tokens
@@ -139,8 +141,9 @@ def _model_fields(path: Path, config: object) -> Template:
     """Return the section `model` for a published family or a single LLM; SpecError for others."""
     from disttrain_cli.models.architectures import architectures
     from disttrain_cli.spec.families.folder import family_of
+    from disttrain_cli.spec.families.library import library_classes
     from disttrain_cli.spec.families.table import FAMILIES
-    from disttrain_cli.spec.suggestions import listed
+    from disttrain_cli.spec.suggestions import closest
 
     kind = str(config.get("model_type")) if isinstance(config, dict) else ""
     if family_of(kind) is not None:
@@ -153,8 +156,10 @@ def _model_fields(path: Path, config: object) -> Template:
         return Template("  modules:\n    llm: {kind: llm, folder: $folder}")
     raise SpecError(
         f"{path} is not of a family that can be trained as a whole: model_type {kind!r}",
-        f"vision-language models: {', '.join(sorted(FAMILIES))}; LLMs: {listed(kind, llms)}",
-        "Name one of these, or put modules together by hand: docs/howto/own-vlm.md",
+        f"known: {', '.join(FAMILIES)}, and {len(llms) + len(library_classes())} families of the"
+        f" installed transformers{closest(kind, [*llms, *FAMILIES, *library_classes()])}",
+        f"Name one that {call('models')} lists, or put modules together by hand:"
+        " docs/howto/own-vlm.md",
     )
 
 
@@ -178,7 +183,7 @@ def _index(
 
     guess = {
         "length": SHORTEST, "longest": 0, "held_out": 0.0, "batch": 1, "steps": 1, "epochs": 1,
-        "rate": RATE, "warmup": 0, "answers": 0,
+        "rate": RATE, "warmup": 0, "answers": 0, "about_answers": ANSWERS,
     }  # fmt: skip
     file = scratch / "disttrain.yaml"
     file.write_text(TEXT.substitute(guess | values | _filled(fields, folder)), encoding="utf-8")
@@ -201,6 +206,7 @@ def _sizes(run: Run, index: Index, devices: int) -> dict[str, object]:
     steps = max(1, -(-EPOCHS * sequences // batch))
     (llm,) = (one for one in read_configs(run).values() if one.kind == "llm")
     rate = RATE * max(1.0, RATE_WIDTH / int(getattr(llm.config, "hidden_size", RATE_WIDTH)))
+    whole_tower = run.published is not None and run.published.family.library
     return {
         "length": length,
         "longest": f"{longest:,}",
@@ -210,7 +216,8 @@ def _sizes(run: Run, index: Index, devices: int) -> dict[str, object]:
         "epochs": EPOCHS,
         "rate": f"{rate:.0e}".replace("e", ".0e", 1),
         "warmup": steps // 20,
-        "answers": 20 if held_out else 0,
+        "about_answers": UNREAD_WHEN_SAMPLING if whole_tower else ANSWERS,
+        "answers": 20 if held_out and not whole_tower else 0,
     }
 
 

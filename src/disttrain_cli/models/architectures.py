@@ -14,6 +14,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+from disttrain_cli.calls import call
 from disttrain_cli.errors import SpecError
 from disttrain_cli.models import (
     clip,
@@ -600,10 +601,13 @@ def _folder(run: Run, name: str, folder: str) -> tuple[str, dict[str, Any]]:
             f"model.modules.{name}: {path} asks for code of its own (auto_map:"
             f" {fields['auto_map']})"
         )
-        why = f"code of a model's folder is never run; known architectures: {', '.join(_OWN)}"
-        raise SpecError(
-            what, why, "Remove auto_map from config.json if the model is exactly one of these."
+        kind = str(fields.get("model_type"))
+        step = (
+            f"Remove auto_map from config.json if the model is exactly transformers' own {kind}."
+            if kind in architectures()
+            else f"Name a model of a family that {call('models')} lists."
         )
+        raise SpecError(what, "code of a model's folder is never run", step)
     given = str(fields.get("model_type", fields.get("_class_name")))
     if (given, fields.get("norm_type")) == ("Transformer2DModel", "ada_norm_single"):
         given = "PixArtTransformer2DModel"  # diffusers' remapping of folders older than the class

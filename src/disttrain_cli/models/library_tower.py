@@ -28,7 +28,13 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from disttrain_cli.errors import SpecError
 from disttrain_cli.models.architecture import Joined
 from disttrain_cli.models.building import LayerMaker
-from disttrain_cli.models.configs.checks import MISTAKES, ModuleConfig, check_numbers, wrong_field
+from disttrain_cli.models.configs.checks import (
+    MISTAKES,
+    ModuleConfig,
+    check_numbers,
+    decoded,
+    wrong_field,
+)
 from disttrain_cli.models.configs.decoders import sees_vision
 from disttrain_cli.models.host import to_device
 from disttrain_cli.models.layer import Batch, Items, TensorSpec, features_name
@@ -583,10 +589,10 @@ def read(
 
     if spec.config:
         raise wrong_field(name, "config", spec.config, "nothing: the folder's config.json is used")
-    check_numbers(name, fields)
+    check_numbers(name, decoded(fields))
     kind = str(fields.get("model_type"))
     try:
-        config = CONFIG_MAPPING[kind].from_dict(copy.deepcopy(fields))
+        config = CONFIG_MAPPING[kind].from_dict(decoded(fields))
     except (StrictDataclassError, *MISTAKES) as error:
         raise refused(kind, " ".join(str(error).split())) from None
     whole = whole_model(config)

@@ -97,8 +97,8 @@ def starting_weights(run: Run, given: Collection[str] = (), training: bool = Fal
     weights for planning, but not for `training`.
 
     Raises:
-        SpecError: a folder's weights are pickled, files that its index names are missing, or the
-            folder of a whole model holds none.
+        SpecError: a folder's weights are pickled, damaged or quantised, files that its index names
+            are missing, or the folder of a whole model holds none.
     """
     notes = []
     for module, config in read_configs(run).items():
@@ -122,6 +122,8 @@ def starting_weights(run: Run, given: Collection[str] = (), training: bool = Fal
                     " ones."
                 )
             elif source is not None:
+                if not named:  # before anything is measured for weights that cannot be loaded
+                    _check_readable(source)
                 whose = module if part == "module" else f"the VAE of {module}"
                 notes.append(f"{source.field}: {whose} starts from the weights in {source.folder}.")
             elif part == "vae" and run.file.model.modules[module].vae_folder is None:
@@ -141,6 +143,13 @@ def starting_weights(run: Run, given: Collection[str] = (), training: bool = Fal
             " projectors start from random weights."
         )
     return notes
+
+
+def _check_readable(source: Source) -> None:
+    """Raise SpecError if a folder's weights are damaged, or quantised by its `config.json`."""
+    with Weights(weight_files(source.folder)) as weights:
+        if found := _quantised_in(weights, source):
+            raise found
 
 
 def source_of(run: Run, module: str, part: str) -> Source | None:
@@ -349,17 +358,24 @@ def _check_equal(head: Stored, body: Stored, source: Source, module: str) -> Non
 
 def _lacking(missing: Sequence[str], weights: Weights, source: Source) -> SpecError:
     """Return the error for missing tensors: perhaps their quantised form is there."""
-    config = source.folder / "config.json"
-    if config.is_file() and "quantization_config" in parse_json(config, "model configuration", ""):
-        for name in weights.names:
-            if weights.stored_as(name) not in _STORED_AS:
-                return _quantised(name, weights, source)
+    if found := _quantised_in(weights, source):
+        return found
     more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
     return SpecError(
         f"{source.field}: the weights in {source.folder} lack tensors",
         f"missing: {', '.join(missing[:_SHOWN])}{more}; there are {len(weights.names)} tensors",
         f"Give the folder of a model of this architecture and size, or {source.otherwise}.",
     )
+
+
+def _quantised_in(weights: Weights, source: Source) -> SpecError | None:
+    """Return the error for the first quantised tensor of a folder, if its `config.json` has any."""
+    config = source.folder / "config.json"
+    if config.is_file() and "quantization_config" in parse_json(config, "model configuration", ""):
+        for name in weights.names:
+            if weights.stored_as(name) not in _STORED_AS:
+                return _quantised(name, weights, source)
+    return None
 
 
 def _quantised(name: str, weights: Weights, source: Source) -> SpecError:

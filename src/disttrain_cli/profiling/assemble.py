@@ -119,15 +119,17 @@ def _trained_parameters(layer: PipelineLayer) -> int | None:
 def frozen_projection(layer: PipelineLayer) -> bool:
     """Return True if the projection of an attention that CP ranks may share is never trained.
 
-    Then it has no adapter either. The projection is the first of the layer's row-parallel linears.
+    Then it has no adapter either. The projection is the first of the layer's row-parallel linears;
+    a layer without any (it has no TP) counts as a whole.
     """
     if layer.exchanged is None:
         return False
-    projection = next(end for end, sharding in layer.division.items() if sharding.dim == 1)
+    rowwise = (end for end, sharding in layer.division.items() if sharding.dim == 1)
+    projection = next((f".{end}." for end in rowwise), "")
     return not any(
         layer.trains(path)
         for path, _ in layer.named_parameters()
-        if f".{projection}." in path and path.endswith("weight")
+        if projection in path and path.endswith("weight")
     )
 
 

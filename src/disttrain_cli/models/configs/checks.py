@@ -84,6 +84,16 @@ LAYERS = re.compile(r"depth|(^|_)layers($|_)")
 IDS = re.compile(r"vocab|position|window|_id($|_)|_ids$|_token_index$")
 #: Fields that determine no size, or whose upper limits are checked where they are used.
 FREE = re.compile(r"^(rope|initializer|max_length|sample_size|num_train)")
+#: Fields that may be infinite: bounds, as of Mamba's time steps.
+LIMIT = re.compile(r"_limit$")
+
+
+def decoded(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of the fields of a `config.json`, with infinities that transformers encodes."""
+    from transformers import PreTrainedConfig
+
+    made: dict[str, Any] = PreTrainedConfig._decode_special_floats(dict(fields))
+    return made
 
 
 def check_numbers(name: str, fields: Mapping[str, Any], section: str = "config") -> None:
@@ -101,7 +111,8 @@ def check_numbers(name: str, fields: Mapping[str, Any], section: str = "config")
             MOST_LAYERS if LAYERS.search(field) else MOST_IDS if IDS.search(field) else MOST_WIDTH
         )
         for value in numbers_in(given):
-            if not math.isfinite(value) or (
+            infinite = math.isnan(value) or (math.isinf(value) and not LIMIT.search(field))
+            if infinite or (
                 abs(value) > most and isinstance(value, int) and not FREE.search(field)
             ):
                 raise wrong(name, field, given, f"finite numbers up to {most:,}", section)
@@ -183,9 +194,10 @@ def read_transformer(
     made = getattr(transformers, made) if isinstance(made, str) else made
     known = {*inspect.get_annotations(made), *getattr(made, "attribute_map", {})}
     refuse_unknown(name, architecture, spec.config, known, "config")
-    check_numbers(name, fields | spec.config)
+    given = decoded(fields | spec.config)
+    check_numbers(name, given)
     try:
-        config = made(**{**fields, **spec.config})
+        config = made(**given)
     except (StrictDataclassError, *MISTAKES) as error:
         raise refused(name, architecture, error) from None
     check(name, spec, config)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from contextlib import ExitStack, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from disttrain_cli.errors import SpecError
-from disttrain_cli.models.configs.checks import MISTAKES
+from disttrain_cli.models.configs.checks import MISTAKES, decoded
 from disttrain_cli.spec.families.family import Module
 from disttrain_cli.spec.families.folder import PublishedFolder
 
@@ -28,7 +27,7 @@ def whole_config(published: PublishedFolder) -> Any:
 
     made = CONFIG_MAPPING[published.model_type]
     try:
-        return made.from_dict(copy.deepcopy(dict(published.config)))
+        return made.from_dict(decoded(published.config))
     except (StrictDataclassError, *MISTAKES) as error:
         raise SpecError(
             f"{published.file} does not fit {published.model_type}",

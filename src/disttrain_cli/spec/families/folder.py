@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from disttrain_cli.calls import call
 from disttrain_cli.errors import SpecError
 from disttrain_cli.spec.families.defaults import IMAGE_PROCESSORS, class_of, completed
 from disttrain_cli.spec.families.family import Family, Fields, Module
@@ -166,6 +167,6 @@ def read_folder(path: Path) -> PublishedFolder:
     kind = fields.get("model_type") if isinstance(fields, dict) else None
     raise SpecError(
         f"model.folder: {file} is of an unknown family: model_type {kind!r}",
-        f"known: {', '.join(FAMILIES)}",
+        f"known: {', '.join(FAMILIES)}, and those that {call('models')} lists",
         "Set its modules one by one instead (model.modules), each with a folder.",
     )
