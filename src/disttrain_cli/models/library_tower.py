@@ -90,6 +90,8 @@ class _NumbersOnHost(TorchFunctionMode):
         given = args, kwargs or {}
         tensors = [one for one in tree_leaves(given) if isinstance(one, Tensor)]
         if any(one.is_meta for one in tensors):
+            if function is Tensor.__getitem__ and _is_known_mask(args[1]):
+                given = (args[0], args[1].nonzero(as_tuple=True)), kwargs or {}
             (args, kwargs) = tree_map_only(  # numbers stay: they may be sizes
                 Tensor, lambda one: one.to("meta") if one.ndim else one, given
             )
@@ -104,6 +106,10 @@ class _NumbersOnHost(TorchFunctionMode):
             with torch.device("cpu"):
                 return function(*on_host[0], **on_host[1])
         return made
+
+
+def _is_known_mask(index: Any) -> bool:
+    return isinstance(index, Tensor) and index.dtype is torch.bool and not index.is_meta
 
 
 class Whole(NamedTuple):
@@ -534,7 +540,10 @@ def read(
 
     if spec.config:
         raise wrong_field(name, "config", spec.config, "nothing: the folder's config.json is used")
-    check_numbers(name, fields)
+    sections = [one for one in fields.values() if isinstance(one, dict)]
+    check_numbers(name, {key: one for key, one in fields.items() if not isinstance(one, dict)})
+    for section in sections:
+        check_numbers(name, section)
     kind = str(fields.get("model_type"))
     try:
         config = CONFIG_MAPPING[kind].from_dict(copy.deepcopy(fields))

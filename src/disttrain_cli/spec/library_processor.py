@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from disttrain_cli.errors import SpecError
 from disttrain_cli.spec.cutting import Size
+from disttrain_cli.spec.extras import install_command
 
 if TYPE_CHECKING:
     import numpy as np
@@ -246,6 +247,14 @@ class LibraryProcessor:
             return made.from_pretrained(
                 str(self.folder), local_files_only=True, trust_remote_code=False
             )
+        except ModuleNotFoundError as error:
+            if error.name != "torchvision":
+                raise self._refused(_line(error)) from None
+            raise SpecError(
+                f"{self.folder}: the processor needs torchvision (model.folder)",
+                "its class in transformers imports it for any image",
+                install_command("generate"),
+            ) from None
         except Exception as error:
             raise self._refused(_line(error)) from None
 
