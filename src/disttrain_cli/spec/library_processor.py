@@ -291,8 +291,9 @@ def _without_videos(name: str | None) -> Any:
 
     class OfImages(base):  # type: ignore[misc]
         def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
-            if argument is not None:
-                return super().check_argument_for_proper_class(argument_name, argument)
+            if argument is None:
+                return None
+            return super().check_argument_for_proper_class(argument_name, argument)
 
         @classmethod
         def _get_arguments_from_pretrained(cls, *args: Any, **kwargs: Any) -> list[Any]:
