@@ -34,6 +34,9 @@ LLM_BILLIONS = {
     "qwen3-vl-8b-flux": 8.19,
     "qwen3-vl-32b": 32.8,
     "internvl3-8b": 7.61,
+    "qwen3.5-9b": 8.95,
+    "gemma4-31b": 30.7,
+    "glm-4.6v-flash": 9.40,
     "mllm-audio-10b": 6.74,
     "tiny": 0.0009,
     "tiny-audio": 0.0009,
@@ -45,6 +48,9 @@ LLM_BILLIONS = {
     "tiny-llava": 0.0009,
     "tiny-internvl": 0.00083,
     "tiny-smolvlm": 0.00078,
+    "tiny-qwen3.5": 0.00086,
+    "tiny-gemma4": 0.00081,
+    "tiny-glm4v": 0.00083,
 }
 
 #: Where the preset that is rehearsed is smaller.

@@ -107,7 +107,7 @@ FAMILIES = [
     "glm4", "glm4_moe", "glm4_moe_lite", "glm4v_text", "gpt_neox", "gpt_oss", "granite",
     "granite_swa", "granitemoe", "helium", "hy_v3", "hyperclovax", "internlm3", "iquestcoder",
     "jais2", "kimi_linear", "kolibri1", "laguna", "lfm2", "llama", "llama4_text", "mellum",
-    "mimo_v2_flash", "minicpm3", "minimax", "minimax_m2", "minimax_m3_vl_text", "ministral",
+    "mimo_v2_flash", "minicpm3", "minimax", "minimax_m2", "ministral",
     "ministral3", "mistral", "mixtral", "nemotron", "olmo", "olmo2", "olmo3", "olmo_hybrid",
     "olmoe", "phi", "phi3", "phi4_multimodal", "qwen2", "qwen2_5_vl_text", "qwen2_moe", "qwen3",
     "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "qwen3_vl_text", "seed_oss",
@@ -128,5 +128,6 @@ REFUSED = {
     "hy_v4": "its classes fail",
     "inkling_text": "its embedding",
     "longcat_flash": "its classes fail",
+    "minimax_m3_vl_text": "numbers the rows of a batch",
     "nanochat": "no pipeline plan",
 }

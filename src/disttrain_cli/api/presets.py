@@ -87,17 +87,21 @@ def write_data(content: str, folder: Path) -> list[str]:
 
 
 def has_model(preset: str) -> bool:
-    """Return True if a preset trains a small complete model, whose folder is written with it."""
+    """Return True if a preset trains a complete model, whose folder is written with it."""
     return (files("disttrain_cli") / "templates" / "folders" / preset).is_dir()
 
 
 def write_model(preset: str, folder: Path) -> None:
-    """Write that model's folder, in the published format, with random weights.
+    """Write that model's folder, in the published format, with random weights if it is small.
+
+    Presets of published sizes have no data to train on, and no weights.
 
     Raises:
         SpecError: a file of the same name holds something else, or the folder cannot be written.
     """
     write_model_files(preset, folder)
+    if not source_paths(preset_text(preset)):
+        return
     from disttrain_cli.models.fresh import random_weights
 
     _write_new(folder, *random_weights(folder, seed=0))

@@ -164,17 +164,16 @@ def models(names: Sequence[str] = (), progress: Progress = silent) -> Families:
     Raises:
         UsageError: no family has such a name.
     """
-    import transformers
+    from importlib.metadata import version
 
     from disttrain_cli.models.supported import decoders, image_text_families
 
     progress("trying families", 0, 0)
-    found = Families(
-        transformers.__version__, decoders(tuple(names)), image_text_families(tuple(names))
-    )
+    release = version("transformers")
+    found = Families(release, decoders(tuple(names)), image_text_families(tuple(names)))
     if not found.decoders and not found.image_text:
         raise UsageError(
-            f"transformers {transformers.__version__} has no family named {', '.join(names)}",
+            f"transformers {release} has no family named {', '.join(names)}",
             next_step="Name a part of a model_type, or none for all of them.",
         )
     return found

@@ -166,22 +166,30 @@ def _exact(works: Sequence[Work], counts: Sequence[int], head: Head | None) -> P
     smallest = 1 if head is None else math.prod(head.grid_of(head.period, head.period))
     alike = head is not None and head.alike
     features = np.array(works, dtype=float)[:, : 1 if alike else 3]
+    terms = [*_solved(features, counts, smallest), 0.0, 0.0]
+    polynomial = Polynomial(per_item=terms[0], per_token=terms[1], per_length_sq=terms[2])
+    if head is not None and head.packed:  # an image's work is not exactly that of its rows
+        return polynomial
+    if head is None and not _fits(polynomial, works, counts):
+        # a convolution over packed rows computes a few that are dropped
+        base, *terms = _solved(np.insert(features, 0, 1.0, axis=1), counts, smallest)
+        polynomial = Polynomial(
+            base=base, per_item=terms[0], per_token=terms[1], per_length_sq=terms[2]
+        )
+    assert _fits(polynomial, works, counts), (works, counts, polynomial)
+    return polynomial
+
+
+def _solved(features: Any, counts: Sequence[int], smallest: int) -> list[float]:
     scale = features.max(axis=0)
     solution = (
         np.linalg.lstsq(features / scale, np.array(counts, dtype=float), rcond=None)[0] / scale
     )
-    terms = [round(value * smallest) / smallest for value in solution] + [0.0, 0.0]
-    polynomial = Polynomial(per_item=terms[0], per_token=terms[1], per_length_sq=terms[2])
-    # not exact: images of which rows are not all work, and the library's recurrent layers, which
-    # compute rows before a sequence and after its end
-    if head is None or head.packed:
-        return polynomial
-    assert all(
+    return [round(value * smallest) / smallest for value in solution]
+
+
+def _fits(polynomial: Polynomial, works: Sequence[Work], counts: Sequence[int]) -> bool:
+    return all(
         math.isclose(polynomial(work), count, rel_tol=1e-12)
         for work, count in zip(works, counts, strict=True)
-    ), (
-        works,
-        counts,
-        polynomial,
     )
-    return polynomial

@@ -10,15 +10,18 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import json
 import threading
 from collections.abc import Mapping, Sequence
 from functools import cache, cached_property, lru_cache
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from disttrain_cli.errors import SpecError
 from disttrain_cli.spec.cutting import Size
+from disttrain_cli.spec.extras import install_command
 
 if TYPE_CHECKING:
     import numpy as np
@@ -36,6 +39,7 @@ FILES = (
     *("tokenizer_config.json", "special_tokens_map.json"),
 )
 MERGE = "spatial_merge_size"
+VIDEOS = "video_processor"
 MOST = 4096  # sizes whose texts are cached
 
 
@@ -241,11 +245,31 @@ class LibraryProcessor:
     def _loaded(self) -> Any:
         try:
             transformers = import_module("transformers")
-            return transformers.AutoProcessor.from_pretrained(
+            made = transformers.AutoProcessor
+            if not transformers.utils.is_torchvision_available():
+                made = _without_videos(self._class_name()) or made
+            return made.from_pretrained(
                 str(self.folder), local_files_only=True, trust_remote_code=False
             )
+        except ModuleNotFoundError as error:
+            if error.name != "torchvision":
+                raise self._refused(_line(error)) from None
+            raise SpecError(
+                f"{self.folder}: the processor needs torchvision (model.folder)",
+                "its class in transformers imports it for any image",
+                install_command("generate"),
+            ) from None
         except Exception as error:
             raise self._refused(_line(error)) from None
+
+    def _class_name(self) -> str | None:
+        """Return the name of the processor's class that a file of the folder states."""
+        named = (
+            json.loads((self.folder / name).read_text()).get("processor_class")
+            for name in FILES
+            if (self.folder / name).is_file()
+        )
+        return next((one for one in named if isinstance(one, str)), None)
 
     def _refused(self, why: str) -> SpecError:
         return SpecError(
@@ -254,6 +278,38 @@ class LibraryProcessor:
             "Download the folder again, with its processor's files, and install what is named; or"
             " train the modules by their own folders (model.modules).",
         )
+
+
+def _without_videos(name: str | None) -> Any:
+    """Return a processor's class without its video processor, which needs torchvision.
+
+    None if the library has no class of this name that reads images without torchvision.
+    """
+    auto = import_module("transformers.models.auto.processing_auto")
+    types = [kind for kind, one in auto.PROCESSOR_MAPPING_NAMES.items() if one == name]
+    found = (find_spec(f"transformers.models.{kind}.processing_{kind}") for kind in types)
+    module = next((one for one in found if one is not None), None)
+    if module is None:
+        return None
+    base = getattr(import_module(module.name), str(name))
+
+    class OfImages(base):  # type: ignore[misc]
+        def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
+            if argument is None:
+                return None
+            return super().check_argument_for_proper_class(argument_name, argument)
+
+        @classmethod
+        def _get_arguments_from_pretrained(cls, *args: Any, **kwargs: Any) -> list[Any]:
+            names = [one for one in base.get_attributes() if one != VIDEOS]
+            fewer = type(base.__name__, (base,), {"get_attributes": classmethod(lambda _: names)})
+            made = dict(
+                zip(names, fewer._get_arguments_from_pretrained(*args, **kwargs), strict=True)
+            )
+            return [made.get(one) for one in base.get_attributes()]
+
+    OfImages.__name__ = base.__name__  # the library compares it with the folder's
+    return OfImages
 
 
 @cache
