@@ -291,9 +291,9 @@ def _without_videos(name: str | None) -> Any:
     module = next((one for one in found if one is not None), None)
     if module is None:
         return None
-    base = getattr(import_module(module.name), str(name))
+    base: Any = getattr(import_module(module.name), str(name))
 
-    class OfImages(base):  # type: ignore[misc]
+    class OfImages(base):
         def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
             if argument is None:
                 return None
@@ -302,7 +302,9 @@ def _without_videos(name: str | None) -> Any:
         @classmethod
         def _get_arguments_from_pretrained(cls, *args: Any, **kwargs: Any) -> list[Any]:
             names = [one for one in base.get_attributes() if one != VIDEOS]
-            fewer = type(base.__name__, (base,), {"get_attributes": classmethod(lambda _: names)})
+            fewer: Any = type(
+                base.__name__, (base,), {"get_attributes": classmethod(lambda _: names)}
+            )
             made = dict(
                 zip(names, fewer._get_arguments_from_pretrained(*args, **kwargs), strict=True)
             )
