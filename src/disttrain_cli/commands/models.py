@@ -62,7 +62,7 @@ def run(
         if reason is not None:
             reasons[reason.replace(model_type, "this family")].append(model_type)
     console.table(
-        "Not supported",
+        "Not supported, or only with a folder of other sizes",
         ["families", "reason"],
         [[", ".join(families), reason] for reason, families in reasons.items()],
     )

@@ -42,7 +42,8 @@ class ImageText(NamedTuple):
 
 def decoders(names: tuple[str, ...] = ()) -> list[Decoder]:
     """Return the decoder families of the installed library whose name contains one of `names`."""
-    known = (name for name, one in architectures().items() if one.read is read_decoder)
+    known = {name for name, one in architectures().items() if one.read is read_decoder}
+    known -= library_classes().keys()  # whole models, of which a decoder is a part
     with _quiet():
         return [_decoder(name) for name in sorted(known) if _asked(name, names)]
 
@@ -76,7 +77,7 @@ def _decoder(model_type: str) -> Decoder:
     try:
         library = decoder_of(model_type, packed(CONFIG_MAPPING[model_type]()))
     except SpecError as error:
-        return Decoder(model_type, error.why)
+        return Decoder(model_type, _of_default(error))
     except Exception as error:  # whatever a class of the library raises
         return Decoder(model_type, f"its default configuration fails: {_first_line(error)}")
     layers: list[Any] = list(library.layers)
@@ -84,9 +85,14 @@ def _decoder(model_type: str) -> Decoder:
         model_type,
         tp=any(library.division(number)[0] for number in range(len(layers))),
         cp=library.heads is not None,
-        experts=any(p.ndim == 3 for layer in layers for p in layer.parameters()),
+        experts=any("experts." in path for layer in layers for path, _ in layer.named_parameters()),
         recurrent=any(recurrent.mixers(layer) for layer in layers),
     )
+
+
+def _of_default(error: SpecError) -> str:
+    """Return the reason of a refusal; sizes of a default configuration prove nothing."""
+    return str(error.why).replace("its classes fail", "only a folder tells: its default sizes fail")
 
 
 def _first_line(error: Exception) -> str:
@@ -102,7 +108,7 @@ def _image_text(model_type: str) -> ImageText:
         llm = config.get_text_config()
         decoder_of(str(llm.model_type), packed(llm))
     except SpecError as error:
-        return ImageText(model_type, "whole", "", error.why)
+        return ImageText(model_type, "whole", "", _of_default(error))
     except Exception as error:  # whatever a class of the library raises
         return ImageText(model_type, "whole", "", f"its classes fail: {_first_line(error)}")
     return ImageText(model_type, "whole", str(llm.model_type))
