@@ -40,6 +40,8 @@ FILES = (
 )
 MERGE = "spatial_merge_size"
 VIDEOS = "video_processor"
+#: Sizes for which a processor's own count is compared with its texts.
+COUNTED = ((64, 64), (640, 480), (480, 640), (211, 37), (97, 1024), (1600, 900), (2048, 2048))
 MOST = 4096  # sizes whose texts are cached
 
 
@@ -97,7 +99,7 @@ class LibraryProcessor:
             raise self._refused(
                 f"the tokenizer has no token {image_token}, the model's image token"
             )
-        self.spelled = lru_cache(MOST)(self._spelled)
+        self.spelled = lru_cache(MOST)(self._quickly_spelled)
         self.turned = lru_cache(MOST)(self.positions)
         self._check_several()
 
@@ -112,6 +114,38 @@ class LibraryProcessor:
     def blank(self, size: Size) -> Inputs:
         """Return the model's inputs for a black image."""
         return self._said(self.placeholder, [_blank(size)])[1]
+
+    def _quickly_spelled(self, size: Size) -> Spelled:
+        """Return the tokens for an image of this size; ValueError if the processor refuses it.
+
+        By the processor's own count of rows where it agrees with what it writes: a distribution
+        has thousands of sizes, and each text costs a blank image.
+        """
+        if self._same is None:
+            return self._spelled(size)
+        try:
+            return self._same._replace(ids=(ROW,) * self._counted(size))
+        except Exception as error:
+            raise ValueError(f"the processor refuses it: {_line(error)}") from None
+
+    @cached_property
+    def _same(self) -> Spelled | None:
+        """Text around any image, if the processor counts rows and writes nothing between them."""
+        try:
+            texts = [self._spelled(size) for size in COUNTED]
+            counts = [self._counted(size) for size in COUNTED]
+        except Exception:  # it counts none, or in another form
+            return None
+        first = texts[0]
+        same = all(
+            one == first._replace(ids=(ROW,) * count)
+            for one, count in zip(texts, counts, strict=True)
+        )
+        return first if same else None
+
+    def _counted(self, size: Size) -> int:
+        made = self._processor._get_num_multimodal_tokens(image_sizes=[size[::-1]])
+        return int(made.num_image_tokens[0])
 
     def positions(self, size: Size) -> NDArray[np.int64]:
         """Return [3, tokens] M-RoPE positions of an image's tokens, from those of its first.
