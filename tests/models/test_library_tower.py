@@ -17,12 +17,14 @@ from torch import nn
 
 from disttrain_cli.errors import SpecError
 from disttrain_cli.models import library_tower
+from disttrain_cli.models.graph import describe
 from disttrain_cli.models.layer import Batch, Items
 from disttrain_cli.models.supported import image_text_families
 from disttrain_cli.spec.library_images import LibraryImages
 from disttrain_cli.spec.library_processor import digest_of
 from tests.data.test_parts import picture
 from tests.library_models import FAST, REFUSED, write
+from tests.whole_models import run_of
 
 SIZES = [(50, 30), (16, 16), (200, 41), (31, 100)]
 
@@ -133,3 +135,9 @@ def test_every_family_of_the_library_runs_or_is_refused_with_a_reason() -> None:
         name for name, one in supported.items() if one.refused is None
     }
     assert "encoder-decoder" in str(supported["florence2"].refused)
+
+
+def test_a_budget_of_pixels_that_no_processor_reads_is_refused(tmp_path) -> None:
+    write(tmp_path / "whole", "vipllava")
+    with pytest.raises(SpecError, match=r"data\.max_image_pixels is not read"):
+        describe(run_of(tmp_path / "whole", data={"max_image_pixels": 262144}))

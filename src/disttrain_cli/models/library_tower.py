@@ -615,6 +615,12 @@ def images_of(run: Run, module: ModuleConfig) -> LibraryImages:
             "its tower runs as one layer, with the library's own processor",
             "Leave samples.answers out.",
         )
+    if "max_image_pixels" in run.file.data.model_fields_set:
+        raise SpecError(
+            "data.max_image_pixels is not read by this model's image processor",
+            "its images have the sizes that the processor's own files say",
+            "Leave data.max_image_pixels out; lower the processor's own budget, if it has one.",
+        )
     folder = published.path
     token = published.image_token
     if token is None:
