@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from disttrain_cli.models import experts, recurrent
@@ -113,7 +113,8 @@ def library_decoder(config: Any) -> LibraryDecoder:
     if key not in _decoders:
         if len(_decoders) == MOST:
             _decoders.clear()
-        _decoders[key] = LibraryDecoder(copy.deepcopy(config))
+        with _disable_current_modes():  # those that count operators or fake a device
+            _decoders[key] = LibraryDecoder(copy.deepcopy(config))
     return _decoders[key]
 
 
@@ -197,18 +198,18 @@ class LibraryDecoder:
 
     def layer(self, number: int) -> nn.Module:
         """Return a copy of a layer, with our kernels where they compute the same."""
-        return with_own_kernels(copy.deepcopy(self.layers[number]))
+        return with_own_kernels(_copy(self.layers[number]))
 
     def norm(self) -> nn.Module:
         """Return a copy of the final norm."""
-        return with_own_kernels(nn.ModuleList([copy.deepcopy(getattr(self.base, self._norm))]))[0]
+        return with_own_kernels(nn.ModuleList([_copy(getattr(self.base, self._norm))]))[0]
 
     def head(self) -> nn.Linear:
         """Return the linear that outputs logits."""
         if not self.has_head:
             with torch.device("meta"):
                 return nn.Linear(self.config.hidden_size, self.config.vocab_size, bias=False)
-        return copy.deepcopy(self.model.get_output_embeddings())
+        return _copy(self.model.get_output_embeddings())
 
     def _embedding_scale(self) -> float:
         embedding = getattr(self.base, self._embedding)
@@ -332,7 +333,7 @@ class LibraryDecoder:
         made, own = nn.Module(), (self._layers, self._embedding, self._norm)
         for name, part in self.base.named_children():
             if name not in own and next(part.parameters(), None) is not None:
-                setattr(made, name, copy.deepcopy(part))
+                setattr(made, name, _copy(part))
         return with_own_kernels(made)
 
     @property
@@ -408,6 +409,12 @@ class LibraryDecoder:
             tuple(store if _is_store(value) else value for value in positional),
             {name: store if _is_store(value) else value for name, value in keywords.items()},
         )
+
+
+def _copy(part: Any) -> Any:
+    """Return a copy of a module, also inside a mode that fakes a device."""
+    with _disable_current_modes():
+        return copy.deepcopy(part)
 
 
 def _part(layer: nn.Module, owner: str, name: str) -> nn.Module | nn.Parameter | None:
