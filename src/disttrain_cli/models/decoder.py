@@ -185,7 +185,7 @@ class Block(DecoderLayer):
         self._sees_vision = sees if any(sees) else []
         if self._sees_vision:
             self.needs = ("layout", "rows")
-        self.kind = self._library.kind(number)
+        self.kind = self._library.kinds[number]
         self.layer = self._library.layer(number)
         self._restarts = restart(self.layer)
         # a recurrent mixer calls its linears once per length of documents

@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, MutableMapping, Sequence
 from functools import cache, cached_property
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
@@ -26,6 +24,7 @@ from disttrain_cli.models import experts, recurrent
 from disttrain_cli.models.attention import Segments
 from disttrain_cli.models.configs.decoders import parts_of, plan_of, published_class_of, sees_vision
 from disttrain_cli.models.division import Division, colwise, per_head, rowwise
+from disttrain_cli.models.empty_weights import empty_weights
 from disttrain_cli.models.fused import RmsNorm
 from disttrain_cli.models.layer import ADAPTER
 from disttrain_cli.models.library_attention import packed
@@ -139,7 +138,7 @@ class LibraryDecoder:
         self.config = packed(config)
         experts.prepare()
         made = published_class_of(type(config))
-        with _empty_weights():
+        with empty_weights():
             self.model = made(self.config)
         for part in self.model.modules():
             _move_weights(part)
@@ -245,8 +244,8 @@ class LibraryDecoder:
                 self.model._init_weights(part)
 
     @cached_property
-    def _kinds(self) -> list[str]:
-        """Kind of each layer: equal for layers of equal structure."""
+    def kinds(self) -> list[str]:
+        """Cost kind of each layer: equal for layers of equal structure."""
         seen: dict[tuple[Any, ...], str] = {}
         kinds: list[str] = []
         types = getattr(self.config, "layer_types", None) or []
@@ -259,10 +258,6 @@ class LibraryDecoder:
                 seen[structure] = kind if kind not in kinds else f"{kind}.{number}"
             kinds.append(seen[structure])
         return kinds
-
-    def kind(self, number: int) -> str:
-        """Return the cost kind of a layer."""
-        return self._kinds[number]
 
     def windows(self, longest: int) -> list[int]:
         """Return each layer's attention window in tokens, for samples of at most `longest`.
@@ -360,8 +355,8 @@ class LibraryDecoder:
         shared, kinds, store = any(_store_in(call) for call in calls), set[str](), Store()
         for number, call in enumerate(calls):
             self.inputs[number] = _computed(call, rows)
-            if shared or self._kinds[number] not in kinds:
-                kinds.add(self._kinds[number])
+            if shared or self.kinds[number] not in kinds:
+                kinds.add(self.kinds[number])
                 store.read, store.written = [], []
                 self._tried(number, call, hidden, segments, store)
                 self.reads[number] = store.tensors(store.read)
@@ -497,25 +492,6 @@ def _computed(call: Arguments, rows: int) -> dict[Place, tuple[int, ...]]:
     return found
 
 
-#: Factories of weights; elements of a tensor that is a weight, not a table of constants.
-_FACTORIES = (torch.empty, torch.zeros, torch.ones, torch.rand, torch.randn, torch.full)
-_LARGE = 1 << 22
-
-
-class _WeightsOnMeta(TorchFunctionMode):
-    """Mode under which uninitialised and large tensors, as weights are, are on the meta device."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func in _FACTORIES and kwargs.get("device") is None:
-            made = func(*args, **{**kwargs, "device": "meta"})
-            if func is torch.empty or made.numel() > _LARGE:
-                return made
-        return func(*args, **kwargs)
-
-
 class _Exact(TorchDispatchMode):
     """Mode that refuses random numbers, which would depend on the layout."""
 
@@ -529,14 +505,6 @@ class _Exact(TorchDispatchMode):
                 " the field that asks for them, as noise of a router, to 0"
             )
         return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def _empty_weights() -> Iterator[None]:
-    from transformers.initialization import no_init_weights
-
-    with no_init_weights(), torch.device("cpu"), _WeightsOnMeta():
-        yield
 
 
 @cache

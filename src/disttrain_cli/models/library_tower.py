@@ -36,6 +36,7 @@ from disttrain_cli.models.configs.checks import (
     wrong_field,
 )
 from disttrain_cli.models.configs.decoders import sees_vision
+from disttrain_cli.models.empty_weights import empty_weights
 from disttrain_cli.models.host import to_device
 from disttrain_cli.models.layer import Batch, Items, TensorSpec, features_name
 from disttrain_cli.models.library_frame import TOKEN_INPUTS
@@ -67,25 +68,6 @@ STEP = (
     "Train another model, or its modules by their own folders (model.modules) if their"
     " architectures are known."
 )
-
-
-#: Functions by which classes allocate weights, and most elements of a buffer.
-ALLOCATING = (torch.empty, torch.zeros, torch.ones, torch.rand, torch.randn, torch.full)
-LARGE = 1 << 22
-
-
-class _EmptyOnMeta(TorchFunctionMode):
-    """Weights take no memory; buffers, which are small and not empty, are computed."""
-
-    def __torch_function__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if function in ALLOCATING:
-            made = function(*args, **{**kwargs, "device": "meta"})
-            if function is torch.empty or made.numel() > LARGE:
-                return made
-        return function(*args, **kwargs)
 
 
 class _NumbersOnHost(TorchFunctionMode):
@@ -152,13 +134,12 @@ MOST = 4  # models whose structure is cached
 def _made(config: Any) -> Whole:
     from huggingface_hub.errors import StrictDataclassError
     from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    from transformers.initialization import no_init_weights
 
     kind, made = config.model_type, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
     if config.is_encoder_decoder:
         raise refused(kind, f"{made.__name__} is an encoder-decoder")
     try:
-        with torch.device("cpu"), _EmptyOnMeta(), no_init_weights():
+        with empty_weights():
             model = made(copy.deepcopy(config))
     except (ImportError, StrictDataclassError, *MISTAKES) as error:
         raise refused(
