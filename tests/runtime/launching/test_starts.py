@@ -78,7 +78,7 @@ def test_a_start_leaves_no_checkpoints_behind_unasked(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_before_the_ranks_start_ends_at_once(tmp_path: Path, number: int) -> None:
-    folder, said = RunDir(tmp_path / "run"), list[str]()
+    folder, said, before = RunDir(tmp_path / "run"), list[str](), psutil.Process().children()
 
     def progress(what: str, done: float, total: int) -> None:
         said.append(what)
@@ -103,7 +103,7 @@ def test_a_signal_before_the_ranks_start_ends_at_once(tmp_path: Path, number: in
         )
     assert said[-1] == f"{signal.Signals(number).name}: ending at once, as no rank has started"
     assert [path.name for path in folder.root.iterdir()] == [".training"]
-    assert not psutil.Process().children()
+    assert set(psutil.Process().children()) <= set(before)
     with alone(folder):
         pass
 
