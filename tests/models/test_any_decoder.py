@@ -135,7 +135,8 @@ def test_packed_documents_equal_the_librarys_own_model(name):
             path = path if path in of_model else path.removeprefix("model.")
             if of_model.get(path) is not None:
                 scale = of_model[path].abs().max()
-                assert (gradient - of_model[path]).abs().max() <= 1e-4 * scale + 1e-7, path
+                # Either gradient of gemma4_text is up to 7e-5 from that in fp64.
+                assert (gradient - of_model[path]).abs().max() <= 2e-4 * scale + 1e-7, path
 
     if not divides:
         return
