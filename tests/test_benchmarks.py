@@ -122,6 +122,7 @@ def test_pillow_and_disttrain_prepare_the_same_image():
     assert ours.shape == theirs.shape and abs(ours - theirs).mean() < 0.05
 
 
+@pytest.mark.slow
 def test_index():
     rows, beside = index.measure(small=True).values()
     assert [row["dataset"] for row in rows[::2]] == list(index.FORMS) and {
@@ -170,6 +171,7 @@ def test_ordering_levels_what_shares_a_unit():
             assert row["generator, paper"] < row["generator, none"]
 
 
+@pytest.mark.slow
 def test_best_is_level_and_near_the_best_order():
     costs, busiest, loads, orders = best.measure(small=True).values()
     assert {row["plan"] for row in costs} >= {"units", "one unit"} and all(
@@ -180,6 +182,7 @@ def test_best_is_level_and_near_the_best_order():
     assert all(1 <= row["best, worst"] <= 1.01 for row in orders)
 
 
+@pytest.mark.slow
 def test_planner_has_no_gap_to_brute_force():
     search, strategies_, nothing_fits, gaps, commands = planner.measure(small=True).values()
     assert search[0]["GPUs"] == 6 and strategies_[0]["megatron ms"] > 0
@@ -188,12 +191,14 @@ def test_planner_has_no_gap_to_brute_force():
     assert commands[0]["CPU s"] > 0
 
 
+@pytest.mark.slow
 def test_simulated_plans_are_never_slower_than_the_papers():
     iterations, plans = simulation.measure(small=True).values()
     assert iterations[0]["stages"] == 13 and iterations[0]["event by event over simulation"] > 0
     assert plans[0]["finalists"] >= 3 and plans[0]["paper's plan over it"] >= 1
 
 
+@pytest.mark.slow
 def test_frozen_costs_are_planned_and_their_waiting_is_counted():
     published = {f"{model}-{device}" for model in grouping.MODELS for device in grouping.DEVICES}
     assert {case[0] for case in waiting.CASES} | {"weights", "hidden", "before_s"} | published == {
@@ -301,6 +306,7 @@ def test_messages_behind_products_are_priced_and_rehearsed():
         assert row[f"rehearsed {how}"] > 0.999 * row[how]  # a device is never ahead of its clock
 
 
+@pytest.mark.slow
 def test_whole_plans_are_timed_and_more_devices_compared():
     plans, more = sizes.measure(small=True).values()
     assert (
@@ -309,6 +315,7 @@ def test_whole_plans_are_timed_and_more_devices_compared():
     assert more[0]["sizes planned"] == 2 and more[0]["worst dip %"] == 0
 
 
+@pytest.mark.slow
 def test_the_command_prints_tables_or_one_document():
     command = [sys.executable, "-m", "benchmarks.planner", "--small"]
     shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
@@ -709,6 +716,7 @@ def test_more_evidence_is_fitted_to_be_no_less_sure():
     assert calibration.fit(rows)["disttrain"] == [(0.0, 0.0), (0.4, 0.278), (0.99, 0.95)]
 
 
+@pytest.mark.slow
 def test_orders_of_epochs_are_made_opened_and_mixed():
     packed, mixed, processes = epoch_order.measure(small=True).values()
     assert packed[0]["filled %"] > 99

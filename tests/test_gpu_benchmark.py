@@ -122,6 +122,7 @@ def test_the_generator(setting):
     assert run_part("unet", setting)["generator"]["backward_ms"] > 0
 
 
+@pytest.mark.slow
 def test_the_curve_is_proposed_as_the_catalogue_writes_it(setting):
     assert run_part("curve", setting)["proposed"][1].startswith("    product: ")
 
@@ -256,6 +257,7 @@ def test_scipy_is_no_distribution_without_what_goes_with_pictures(tmp_path):
     }
 
 
+@pytest.mark.slow
 def test_collectives_between_two_ranks(setting):
     figures = run_part("collectives", setting)
     assert figures["joined"]["ranks"] == 2 and len(figures) == 6

@@ -23,6 +23,7 @@ def test_the_search_finds_no_slower_layouts(sound: bool) -> None:
         assert by_rule(profile, cluster, rule)[1].best[0].total_ms >= best.total_ms
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("gpus", "spread"), [(6, 1), (8, 3)])
 def test_plans_are_no_slower_in_the_same_simulator(gpus: int, spread: int) -> None:
     run = synthetic.run_file(batch=24, gpus=gpus)

@@ -107,6 +107,7 @@ def test_a_condition_that_holds_is_an_exit_code(runs, capsys):
     assert call([runs / "calm", "--fail-if", "nonsense"], capsys)[0] == 2
 
 
+@pytest.mark.slow
 def test_steps_of_an_earlier_start_end_no_job(runs, tmp_path, capsys, monkeypatch):
     """What is watched is over, until the next start has its first steps."""
     condition = ["--fail-if", "verdict.cause == worker"]

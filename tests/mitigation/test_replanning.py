@@ -18,13 +18,14 @@ from disttrain_cli.planning.solve import solve, with_own_prediction
 from disttrain_cli.profiling.analytic import analytic_profile
 from disttrain_cli.runtime.launching.supervise import Planned
 from disttrain_cli.runtime.rehearsal.feeding import rehearsed_index
-from disttrain_cli.spec.plan import read_plan, write_plan
+from disttrain_cli.spec.plan import Plan, read_plan, write_plan
 from disttrain_cli.spec.profile import Profile, read_profile
 from disttrain_cli.spec.runfile import Run, read_run
 from disttrain_cli.spec.whole import write_whole
 from tests.runtime.factory import MODEL
 
 PROFILES: list[Profile] = []
+PLANS: dict[int, Plan] = {}  # by nodes
 
 
 def job(folder: Path, nodes: int = 2, **rehearsing: Any) -> tuple[Run, Planned]:
@@ -65,7 +66,9 @@ def job(folder: Path, nodes: int = 2, **rehearsing: Any) -> tuple[Run, Planned]:
         }
     )
     write_whole(run.dir.profile, profile.model_dump_json())
-    plan = solve(run.file, profile, top=0)
+    if nodes not in PLANS:
+        PLANS[nodes] = solve(run.file, profile, top=0)
+    plan = PLANS[nodes]
     write_plan(run.dir.plan, plan)
     return run, Planned(plan, profile)
 
@@ -103,6 +106,7 @@ def test_a_node_that_stays_slow_is_left_out_and_the_plan_can_be_run(tmp_path: Pa
     assert json.loads(told)["plan"]["left_out"] == [0, 1, 2, 3]
 
 
+@pytest.mark.slow
 def test_on_one_node_the_device_is_left_out(tmp_path: Path) -> None:
     run, planned = job(tmp_path, nodes=1)
     made = anew(run, planned, [])
@@ -151,8 +155,11 @@ def test_no_plan_on_what_is_left_is_said_and_nothing_changes(tmp_path: Path) -> 
     assert run.dir.plan.read_bytes() == before
 
 
-def test_a_second_loss_adds_to_what_is_left_out(tmp_path: Path) -> None:
+def test_a_second_loss_adds_to_the_first_and_a_job_resumes_with_its_last_plan(
+    tmp_path: Path,
+) -> None:
     run, planned = job(tmp_path, nodes=3)
+    assert goes_on_with(run.dir, planned.plan) is planned.plan
     made = anew(run, planned, [], emulated=True)
     first, second = made.without(5), made.without(9)
     assert first is not None and second is not None
@@ -161,14 +168,6 @@ def test_a_second_loss_adds_to_what_is_left_out(tmp_path: Path) -> None:
     assert second[1].plan.plan.left_out == list(range(4, 12))
     assert second[1].profile is planned.profile  # emulated devices stay as they are
     assert second[1].plan.plan.devices[-1] < 4
-
-
-def test_a_job_goes_on_with_the_plan_that_it_ended_with(tmp_path: Path) -> None:
-    run, planned = job(tmp_path, nodes=3)
-    assert goes_on_with(run.dir, planned.plan) is planned.plan
-    made = anew(run, planned, [], emulated=True)
-    first, second = made.without(5), made.without(9)
-    assert first is not None and second is not None
     with (run.dir.logs / "replans.jsonl").open("a") as file:
         file.write('{"start": "st')  # a full disk
     assert goes_on_with(run.dir, planned.plan) == read_plan(run.dir.plan)

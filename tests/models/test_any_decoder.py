@@ -19,6 +19,7 @@ from disttrain_cli.models.layer import Batch, Items
 from disttrain_cli.models.library_decoder import library_decoder
 from disttrain_cli.models.tensor_parallel import join, pieces, shard
 from disttrain_cli.spec.runfile.model import ModuleSpec
+from tests.cases import mostly_slow
 from tests.models.any_decoder import (
     FAMILIES,
     LENGTHS,
@@ -95,7 +96,7 @@ def passed(layers, ids, labels):
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in FAMILIES],
+    mostly_slow(FAMILIES, *QUICK),
 )
 def test_packed_documents_equal_the_librarys_own_model(name):
     """Loss and all gradients, in one process and over a TP group, one document at a time."""

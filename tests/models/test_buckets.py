@@ -13,6 +13,7 @@ from disttrain_cli.models.posterior import draw
 from disttrain_cli.models.probe import entry_state, probe_batch, row_count
 from disttrain_cli.models.sampling import generate
 from tests.batches import changed
+from tests.cases import mostly_slow
 from tests.models.test_generators import GENERATORS, NAME, library_model, through
 
 KINDS = ("sd3.5", "sd3, pixels", "flux", "lumina2", "lumina2, pixels")
@@ -78,7 +79,7 @@ def predicted_by_diffusers(model, kind, noisy, times, conditioning, pooled):
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(k, marks=() if "pixels" not in k else pytest.mark.slow) for k in KINDS]
+    "kind", mostly_slow(KINDS, *(kind for kind in KINDS if "pixels" not in kind))
 )
 def test_losses_equal_diffusers_forward_on_each_image_alone(setting, kind):
     run, inputs, layers, batch, state = setting(kind)
@@ -117,7 +118,7 @@ def test_losses_equal_diffusers_forward_on_each_image_alone(setting, kind):
     assert sum(gradient is not None for gradient in ours) > len(trained) // 2
 
 
-@pytest.mark.parametrize("kind", ["sd3.5", "flux", "lumina2"])
+@pytest.mark.parametrize("kind", mostly_slow(["sd3.5", "flux", "lumina2"], "lumina2"))
 def test_rows_flops_an_empty_batch_and_drawn_images(setting, kind):
     run, inputs, layers, batch, state = setting(kind)
     table = layer_table(run)

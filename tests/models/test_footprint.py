@@ -24,6 +24,7 @@ from disttrain_cli.models.probe import probe_batch, probe_work, state_at
 from disttrain_cli.models.tensor_parallel import join
 from disttrain_cli.models.weight_parts import WeightPart, deferred, split
 from disttrain_cli.profiling.rows import gathered_bytes
+from tests.cases import mostly_slow
 from tests.models.test_generators import GENERATORS, PIXART, VAE
 from tests.models.test_qwen_models import qwen_run
 from tests.models.test_towers import TOWERS
@@ -166,7 +167,7 @@ def _run(make_run, name):  # type: ignore[no-untyped-def]
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", mostly_slow(MODELS, next(iter(MODELS))))
 def test_messages_are_those_of_a_process_group(make_run, group, name, overlap):  # type: ignore[no-untyped-def]
     run = _run(make_run, name)
     table, inputs = layer_table(run), describe(run)

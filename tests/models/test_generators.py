@@ -22,6 +22,7 @@ from disttrain_cli.models.sampling import generate
 from disttrain_cli.models.sharding import tp_degrees
 from disttrain_cli.models.tensor_parallel import linears, shard
 from tests.batches import changed
+from tests.cases import mostly_slow
 from tests.models.test_sharding import in_lockstep
 from tests.models.test_vae import VAE
 
@@ -161,10 +162,7 @@ GENERATORS = {
     },
 }
 QUICK = ("sd xl", "pixart", "pixart, small", "sd3.5", "flux", "lumina2")
-ANY = pytest.mark.parametrize(
-    "kind",
-    [pytest.param(kind, marks=() if kind in QUICK else pytest.mark.slow) for kind in GENERATORS],
-)
+ANY = pytest.mark.parametrize("kind", mostly_slow(GENERATORS, *QUICK))
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ from disttrain_cli.models.sampling import generate
 from disttrain_cli.models.vae import decoder_maker
 from disttrain_cli.spec.runfile import Run, RunFile
 from tests.batches import changed
+from tests.cases import mostly_slow
 
 NAME = "image_generator"
 TEXT, K, N = 20, 5, 3
@@ -192,7 +193,7 @@ def with_channels(family, channels):
 #: Configurations of generators of pixels.
 #: Families of every run, and the others.
 QUICK = ("qwen_image", "flux2", "z_image")
-ALL = [pytest.param(one, marks=() if one in QUICK else pytest.mark.slow) for one in FAMILY]
+ALL = mostly_slow(FAMILY, *QUICK)
 PIXELS = {family: with_channels(family, 3) for family in FAMILY}
 
 

@@ -63,6 +63,7 @@ def test_neighbours_keep_to_the_devices_the_batch_and_the_profiled_tp(
     assert used.count(cluster.gpus) > 10  # what is left goes to another unit
 
 
+@pytest.mark.slow
 def test_the_way_up_gets_faster_and_ends_where_no_neighbour_is(
     case: tuple[Profile, list[Unit], Cluster], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -84,7 +84,8 @@ def check_rivals(job: tuple[RunFile, Profile]) -> int:
 
 
 @pytest.mark.parametrize(
-    ("kind", "gpus", "nodes", "batch"), [("cpu", 6, 1, 8), ("cuda", 16, 4, 16)]
+    ("kind", "gpus", "nodes", "batch"),
+    [("cpu", 6, 1, 8), pytest.param("cuda", 16, 4, 16, marks=pytest.mark.slow)],
 )
 def test_no_baseline_in_reach_is_faster(kind: str, gpus: int, nodes: int, batch: int) -> None:
     """Shared cores, and slow links between nodes: the formula's best layouts lose to a

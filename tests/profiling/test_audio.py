@@ -129,6 +129,7 @@ def check(profile: Profile) -> None:
     assert Profile.model_validate_json(profile.model_dump_json()) == profile
 
 
+@pytest.mark.slow
 def test_a_device_of_the_catalogue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preprocess, "SECONDS", 0.01)
     profile = room.measure(make_run(tmp_path), "analytic:H800")

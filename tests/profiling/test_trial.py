@@ -93,6 +93,7 @@ def waits(path: str) -> dict[str, Any]:
     return {"runs": runs, "settled": settled, "times": times}
 
 
+@pytest.mark.slow
 def test_on_a_gpu_passes_are_queued_without_a_wait(tmp_path: Path) -> None:
     run_in(tmp_path)
     found = on_fake_cuda(waits, str(tmp_path / "disttrain.yaml"))

@@ -18,6 +18,7 @@ from disttrain_cli.data.tokenizer import read_tokenizer
 from disttrain_cli.errors import SpecError
 from disttrain_cli.models.graph import describe
 from disttrain_cli.runtime.outputs.export import export
+from tests.cases import mostly_slow
 from tests.data.test_parts import write_json
 from tests.runtime.outputs.test_whole_export import saved
 from tests.whole_models import (
@@ -57,7 +58,7 @@ def sequences(run, inputs):
     return np.stack([plan.token_ids(tokens, reader.texts)[0] for plan in plans])
 
 
-@pytest.mark.parametrize("family", WRITE)
+@pytest.mark.parametrize("family", mostly_slow(WRITE, "llava", "qwen3_vl"))
 def test_a_vocabulary_without_slack_goes_in_and_out_as_it_is(tmp_path, family):
     rows = write(tmp_path / "given", family)
     write_json(tmp_path / "data")
@@ -80,6 +81,7 @@ def test_a_vocabulary_without_slack_goes_in_and_out_as_it_is(tmp_path, family):
     assert described[0] == described[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llava", "internvl", "smolvlm", "qwen3_vl"])
 def test_a_token_without_a_row_is_named(tmp_path, family):
     write(tmp_path / "given", family)

@@ -238,6 +238,7 @@ def interrupted(monkeypatch: pytest.MonkeyPatch, run: Run, after: int) -> None:
             make_latents(run, progress)
 
 
+@pytest.mark.slow
 def test_past_the_allowed_fraction_it_stops_whatever_earlier_calls_made(
     cached: Run, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -299,6 +300,7 @@ def files_of(run: Run) -> dict[str, bytes]:
     }
 
 
+@pytest.mark.slow
 def test_an_interrupted_call_goes_on_and_leaves_what_one_call_would(
     cached: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -342,6 +344,7 @@ def test_an_interrupted_call_goes_on_and_leaves_what_one_call_would(
     assert described(cached, index).keys() == {FIRST, SECOND}
 
 
+@pytest.mark.slow
 def test_new_shards_are_added_and_the_others_stay(cached: Run, data: Path) -> None:
     make_latents(cached, silent)
     before = files_of(cached)

@@ -14,6 +14,7 @@ from disttrain_cli.models.graph import describe, layer_table
 from disttrain_cli.runtime.feeding import to_batch
 from disttrain_cli.spec.plan import Layout, UnitPlan
 from disttrain_cli.spec.runfile.published import is_all
+from tests.cases import mostly_slow
 from tests.commands.conftest import make_profile
 from tests.data.test_parts import SIZES as IMAGES_OF_CHATS
 from tests.data.test_parts import told, write_json
@@ -51,7 +52,7 @@ def conversations():
     ]
 
 
-@pytest.mark.parametrize("family", ["clip and llama", "qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("family", mostly_slow(FAMILIES, "clip and llama"))
 def test_the_loss_of_conversations_is_the_librarys_own(tmp_path, family):
     from transformers import PreTrainedTokenizerFast
 
@@ -162,7 +163,7 @@ TILES = {
 }
 
 
-@pytest.mark.parametrize("name", TILES)
+@pytest.mark.parametrize("name", mostly_slow(TILES, "internvl"))
 def test_the_loss_of_conversations_about_tiles_is_the_librarys_own(tmp_path, name):
     """Through the processor's own template, tiles and separators."""
     family, fields = TILES[name]

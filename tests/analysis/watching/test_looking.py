@@ -47,6 +47,7 @@ def test_a_fault_that_begins_is_told_within_five_steps_and_once(tmp_path, growin
     assert BEFORE <= slow[0] < BEFORE + 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heals", [False, True])
 def test_what_stays_is_said_once_and_of_steps_after_those_that_found_it(tmp_path, growing, heals):
     """A rank that is slow, or one that is slow for three steps and then no more."""

@@ -8,6 +8,7 @@ from itertools import permutations
 from math import isqrt
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -46,6 +47,7 @@ def test_everything_once_as_defined(count: int, key: int, data: st.DataObject) -
     assert permuted(first, last, count, key, 3).tolist() == whole[first:last]
 
 
+@pytest.mark.slow
 def test_every_permutation_of_a_few_is_as_likely() -> None:
     for count in (2, 3, 4):
         drawn = Counter(tuple(permuted(0, count, count, key).tolist()) for key in range(4800))

@@ -1,5 +1,7 @@
 """Storages followed on a fake CUDA device, against sums by hand."""
 
+import pytest
+
 from tests.runtime.dryrun.on_fake_cuda import on_fake_cuda
 
 
@@ -49,6 +51,7 @@ def fused() -> list[float]:
         return [*(size / 2**20 for size in sizes), *counts]
 
 
+@pytest.mark.slow
 def test_symmetric_memory_stays() -> None:
     """A chunk of 1 MiB of it, beside the products of all rows and, while these are made, the
     rows."""

@@ -149,6 +149,7 @@ def test_another_phase_starts_from_both(exported, tmp_path, kind):
     assert all(torch.equal(found[name], values) for name, values in expected.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["checkpoint", "export"])
 def test_adapters_come_to_a_model_that_had_none(exported, tmp_path, kind):
     """Projectors first, then adapters: the usual recipe."""
@@ -320,6 +321,7 @@ def test_adapters_of_a_whole_published_folder_are_one(tmp_path):
         assert torch.equal(values, expected[name]), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
 def test_adapters_of_whole_qwen_models_are_one(tmp_path, family):
     """Of towers with queries, keys and values in one linear, and of tied embeddings."""
@@ -345,6 +347,7 @@ def test_adapters_of_whole_qwen_models_are_one(tmp_path, family):
     assert any("visual" in name for name in moved) and any("q_proj" in name for name in moved)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
 def test_mergers_trained_beside_adapters_of_the_llm_belong_to_them(tmp_path, family):
     """As LLaVA's projector does: among `modules_to_save`, over the published folder itself."""
@@ -390,6 +393,7 @@ def test_mergers_trained_beside_adapters_of_the_llm_belong_to_them(tmp_path, fam
         assert torch.equal(values, expected[name]), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("given", "adapted", "beyond"),
     [

@@ -104,6 +104,7 @@ print(grown // 2**20, (resident_bytes() - base) // 2**20)
 """
 
 
+@pytest.mark.slow
 def test_pages_of_a_fragmented_heap_go_back_to_the_system() -> None:
     """250 MiB of tensors of 64 KiB, one in sixteen of which stays."""
     printed = subprocess.run(

@@ -1,0 +1,12 @@
+"""Cases of a table: a few in every run, the others in `make test-all`."""
+
+from collections.abc import Collection
+
+import pytest
+from _pytest.mark import ParameterSet
+
+
+def mostly_slow(names: Collection[str], *fast: str) -> list[ParameterSet]:
+    """Return pytest parameters for `names`; all but `fast` are marked slow."""
+    assert set(fast) <= set(names)
+    return [pytest.param(name, marks=() if name in fast else pytest.mark.slow) for name in names]
