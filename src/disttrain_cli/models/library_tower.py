@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from disttrain_cli.errors import SpecError
@@ -39,6 +40,7 @@ from disttrain_cli.models.configs.decoders import sees_vision
 from disttrain_cli.models.empty_weights import empty_weights
 from disttrain_cli.models.host import to_device
 from disttrain_cli.models.layer import Batch, Items, TensorSpec, features_name
+from disttrain_cli.models.library_attention import for_images
 from disttrain_cli.models.library_frame import TOKEN_INPUTS
 from disttrain_cli.models.parallel import split
 from disttrain_cli.models.towers import EMBEDS, ImageLayer
@@ -120,11 +122,12 @@ def whole_model(config: Any) -> Whole:
         SpecError: its class does not have the form of a tower before an LLM.
     """
     key = repr(config.to_dict())
-    if key not in _wholes:
-        while len(_wholes) >= MOST:
-            del _wholes[next(iter(_wholes))]
-        _wholes[key] = _made(config)
-    return copy.deepcopy(_wholes[key])
+    with _disable_current_modes():  # those that count operators or fake a device
+        if key not in _wholes:
+            while len(_wholes) >= MOST:
+                del _wholes[next(iter(_wholes))]
+            _wholes[key] = _made(config)
+        return copy.deepcopy(_wholes[key])
 
 
 _wholes: dict[str, Whole] = {}
@@ -406,6 +409,7 @@ class Tower(ImageLayer):
 
     kind = "tower"
     needs = ("image",)
+    redundant = True
 
     def __init__(self, module: str, config: Any, head: LibraryImages, glue: Glue) -> None:
         from transformers import PreTrainedModel
@@ -420,6 +424,7 @@ class Tower(ImageLayer):
         whole = whole_model(config)
         self.tower = whole.base
         delattr(self.tower, whole.llm)
+        for_images(self.tower)
         self.constants = _taken_buffers(self.tower)
         for part in self.tower.modules():
             for name, parameter in part.named_parameters(recurse=False):
@@ -576,11 +581,21 @@ def read(
         config = CONFIG_MAPPING[kind].from_dict(decoded(fields))
     except (StrictDataclassError, *MISTAKES) as error:
         raise refused(kind, " ".join(str(error).split())) from None
-    whole = whole_model(config)
-    delattr(whole.base, whole.llm)
-    if why := unfit(whole.base):
+    if why := _unfit_whole(config):
         raise refused(kind, why)
     return config, None
+
+
+def _unfit_whole(config: Any) -> str | None:
+    key = repr(config.to_dict())
+    if key not in _unfits:
+        whole = whole_model(config)
+        delattr(whole.base, whole.llm)
+        _unfits[key] = unfit(whole.base)
+    return _unfits[key]
+
+
+_unfits: dict[str, str | None] = {}
 
 
 def images_of(run: Run, module: ModuleConfig) -> LibraryImages:
