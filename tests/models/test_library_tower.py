@@ -19,13 +19,16 @@ from disttrain_cli.errors import SpecError
 from disttrain_cli.models import library_tower
 from disttrain_cli.models.graph import describe
 from disttrain_cli.models.layer import Batch, Items
+from disttrain_cli.models.operators import layer_operators
 from disttrain_cli.models.supported import image_text_families
+from disttrain_cli.models.tensor_parallel import same_at_any_tp
 from disttrain_cli.spec.library_images import LibraryImages
 from disttrain_cli.spec.library_processor import digest_of
 from tests.data.test_parts import picture
 from tests.library_models import FAST, REFUSED, write
 from tests.whole_models import run_of
 
+PRICED = "qwen3_5"  # its images keep their sizes
 SIZES = [(50, 30), (16, 16), (200, 41), (31, 100)]
 
 
@@ -73,6 +76,21 @@ def test_the_rows_of_an_image_are_the_librarys_own(tmp_path: Path, family: str) 
             ).pooler_output
         expected = library_tower.flat_rows(there)[:rows]
         torch.testing.assert_close(made, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_tower_without_a_gpu_is_priced_by_its_kernels(tmp_path: Path) -> None:
+    """What it saves grows with its rows: no scores of all patches with each other are counted."""
+    model, _, head, glue = written(tmp_path, PRICED)
+    tower = library_tower.Tower("vision", model.config, head, glue)
+    saved, rows = [], head.processor.rows([(256, 256), (1024, 1024)])
+    assert rows == [head.processor.spelled((side, side)).rows for side in (256, 1024)]
+    for count in rows:
+        image = head.example(count)
+        values = [torch.from_numpy(image.values)[None].to("meta")]
+        items = Items([(count, 1)], {0: values}, tables={0: [image.table[None]]})
+        saved.append(layer_operators(tower, {}, Batch({"image": items})).saved_bytes)
+    assert saved[1] / saved[0] == pytest.approx(rows[1] / rows[0], rel=0.1)
+    assert same_at_any_tp(tower)
 
 
 @pytest.mark.parametrize(("family", "why"), REFUSED.items())
