@@ -15,20 +15,22 @@ import torch
 from PIL import Image
 from torch import nn
 
+from disttrain_cli.api.presets import preset_text, write_model_files
 from disttrain_cli.errors import SpecError
 from disttrain_cli.models import library_tower
-from disttrain_cli.models.graph import describe
+from disttrain_cli.models.graph import build_layers, describe
 from disttrain_cli.models.layer import Batch, Items
 from disttrain_cli.models.operators import layer_operators
+from disttrain_cli.models.probe import probe_batch
 from disttrain_cli.models.supported import image_text_families
 from disttrain_cli.models.tensor_parallel import same_at_any_tp
 from disttrain_cli.spec.library_images import LibraryImages
 from disttrain_cli.spec.library_processor import digest_of
+from disttrain_cli.spec.runfile import read_run
 from tests.data.test_parts import picture
 from tests.library_models import FAST, REFUSED, write
 from tests.whole_models import run_of
 
-PRICED = "qwen3_5"  # its images keep their sizes
 SIZES = [(50, 30), (16, 16), (200, 41), (31, 100)]
 
 
@@ -78,18 +80,22 @@ def test_the_rows_of_an_image_are_the_librarys_own(tmp_path: Path, family: str) 
         torch.testing.assert_close(made, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_a_tower_without_a_gpu_is_priced_by_its_kernels(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_a_tower_is_priced_by_a_gpus_kernels(tmp_path: Path) -> None:
     """What it saves grows with its rows: no scores of all patches with each other are counted."""
-    model, _, head, glue = written(tmp_path, PRICED)
-    tower = library_tower.Tower("vision", model.config, head, glue)
-    saved, rows = [], head.processor.rows([(256, 256), (1024, 1024)])
-    assert rows == [head.processor.spelled((side, side)).rows for side in (256, 1024)]
-    for count in rows:
-        image = head.example(count)
-        values = [torch.from_numpy(image.values)[None].to("meta")]
-        items = Items([(count, 1)], {0: values}, tables={0: [image.table[None]]})
-        saved.append(layer_operators(tower, {}, Batch({"image": items})).saved_bytes)
-    assert saved[1] / saved[0] == pytest.approx(rows[1] / rows[0], rel=0.1)
+    (tmp_path / "disttrain.yaml").write_text(preset_text("qwen3.5-9b"))
+    write_model_files("qwen3.5-9b", tmp_path / "model")
+    run = read_run(tmp_path / "disttrain.yaml")
+    inputs, saved = describe(run), []
+    (tower,) = build_layers(run, 0, 1, "meta", torch.bfloat16)
+    (head,) = inputs.heads
+    assert isinstance(head, LibraryImages)
+    small, medium, large = (rows for rows, _ in head.spread)
+    assert small < medium < large == head.processor.spelled((1024, 1024)).rows
+    for rows in (small, large):
+        batch = probe_batch(inputs, device="meta", image=[(rows, 1)])
+        saved.append(layer_operators(tower, {}, batch).saved_bytes)
+    assert saved[1] / saved[0] == pytest.approx(large / small, rel=0.05)
     assert same_at_any_tp(tower)
 
 

@@ -61,7 +61,7 @@ def for_images(model: nn.Module) -> None:
     AttentionInterface.register(IMAGES, _attend_images)
     AttentionMaskInterface.register(IMAGES, sdpa_mask)
     for part in model.modules():
-        config = getattr(part, "config", None)
+        config: Any = getattr(part, "config", None)
         if getattr(config, "_attn_implementation", None) == "sdpa":
             config._attn_implementation = IMAGES
 
