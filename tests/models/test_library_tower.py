@@ -15,13 +15,18 @@ import torch
 from PIL import Image
 from torch import nn
 
+from disttrain_cli.api.presets import preset_text, write_model_files
 from disttrain_cli.errors import SpecError
 from disttrain_cli.models import library_tower
-from disttrain_cli.models.graph import describe
+from disttrain_cli.models.graph import build_layers, describe
 from disttrain_cli.models.layer import Batch, Items
+from disttrain_cli.models.operators import layer_operators
+from disttrain_cli.models.probe import probe_batch
 from disttrain_cli.models.supported import image_text_families
+from disttrain_cli.models.tensor_parallel import same_at_any_tp
 from disttrain_cli.spec.library_images import LibraryImages
 from disttrain_cli.spec.library_processor import digest_of
+from disttrain_cli.spec.runfile import read_run
 from tests.data.test_parts import picture
 from tests.library_models import FAST, REFUSED, write
 from tests.whole_models import run_of
@@ -73,6 +78,25 @@ def test_the_rows_of_an_image_are_the_librarys_own(tmp_path: Path, family: str) 
             ).pooler_output
         expected = library_tower.flat_rows(there)[:rows]
         torch.testing.assert_close(made, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_tower_is_priced_by_a_gpus_kernels(tmp_path: Path) -> None:
+    """What it saves grows with its rows: no scores of all patches with each other are counted."""
+    (tmp_path / "disttrain.yaml").write_text(preset_text("qwen3.5-9b"))
+    write_model_files("qwen3.5-9b", tmp_path / "model")
+    run = read_run(tmp_path / "disttrain.yaml")
+    inputs, saved = describe(run), []
+    (tower,) = build_layers(run, 0, 1, "meta", torch.bfloat16)
+    (head,) = inputs.heads
+    assert isinstance(head, LibraryImages)
+    small, medium, large = (rows for rows, _ in head.spread)
+    assert small < medium < large == head.processor.spelled((1024, 1024)).rows
+    for rows in (small, large):
+        batch = probe_batch(inputs, device="meta", image=[(rows, 1)])
+        saved.append(layer_operators(tower, {}, batch).saved_bytes)
+    assert saved[1] / saved[0] == pytest.approx(large / small, rel=0.05)
+    assert same_at_any_tp(tower)
 
 
 @pytest.mark.parametrize(("family", "why"), REFUSED.items())

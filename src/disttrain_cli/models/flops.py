@@ -25,6 +25,7 @@ from disttrain_cli.models.probe import probe_batch, probe_work, state_at
 from disttrain_cli.models.signatures import SignatureMode
 from disttrain_cli.models.weight_parts import WeightPart, add_weight_gradients, deferred, split
 from disttrain_cli.spec.heads import Head
+from disttrain_cli.spec.library_images import LibraryImages
 from disttrain_cli.spec.profile import Polynomial
 from disttrain_cli.spec.runfile import Run
 from disttrain_cli.spec.work import Work
@@ -150,6 +151,9 @@ def _sizes(head: Head | None) -> list[dict[str, Any]]:
         ]
     if head.alike:
         return [{head.item: 1}]
+    if isinstance(head, LibraryImages):
+        small, medium, large = head.spread
+        return [{head.item: grids} for grids in ([small], [medium], [small, small], [large])]
     p = head.period
     return [
         {head.item: [head.grid_of(rows * p, columns * p)] * count}

@@ -195,6 +195,8 @@ class PipelineLayer(nn.Module):
     # True: over a TP group it operates on local rows of its tensors, else on full tensors
     # (`parallel`)
     by_rows: bool = False
+    # by rows, but every rank of a TP group computes all of them and returns its own
+    redundant: bool = False
     # by rows, and its sharded linears take all rows of the group unchanged and return as many:
     # chunks of them can be sent while GEMMs run (`overlapped`)
     row_by_row: bool = False

@@ -1,20 +1,22 @@
 """Attention of transformers' models within segments: their attention and mask interfaces.
 
 A layer of the library calls `_attend` if its configuration selects it (`packed`), with segments as
-its mask.
+its mask; a tower that attends to whole images calls `_attend_images` (`for_images`).
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 
 from disttrain_cli.errors import SpecError
-from disttrain_cli.models.attention import Segments, _Rows, attend
+from disttrain_cli.models.attention import Segments, _Rows, attend, equal_segments
 from disttrain_cli.models.masks import mask
 
-PACKED = "packed"
+PACKED, IMAGES = "packed", "images"
 #: Keyword arguments that transformers' layers pass to attention and that change nothing here.
 IGNORED = {
     "position_ids": "rotary factors are applied before; the segments say where samples begin",
@@ -45,6 +47,62 @@ def packed(config: Any) -> Any:
     AttentionMaskInterface.register(PACKED, mask)
     config._attn_implementation = PACKED
     return config
+
+
+def for_images(model: nn.Module) -> None:
+    """Make a tower attend by the kernels of all other towers, where its classes allow others.
+
+    Without it the library's `sdpa` runs, which on meta and fake devices is not a GPU's kernel but
+    products with all scores in memory.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    AttentionInterface.register(IMAGES, _attend_images)
+    AttentionMaskInterface.register(IMAGES, sdpa_mask)
+    for part in model.modules():
+        config: Any = getattr(part, "config", None)
+        if getattr(config, "_attn_implementation", None) == "sdpa":
+            config._attn_implementation = IMAGES
+
+
+def _attend_images(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **more: Any,
+) -> tuple[Tensor, None]:
+    """Compute attention of all rows of images to each other: [N, H, L, D] → [N, L, H, D].
+
+    With a mask, or to other rows (a resampler's), the library's own runs; without a GPU's kernels
+    (meta, fake devices) memory-efficient attention stands for them, which takes a mask, too.
+    """
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    with torch._C.DisableTorchFunction():  # segments' numbers stay on the host
+        if attention_mask is None and not (dropout or causal) and key.shape[2] == query.shape[2]:
+            images = equal_segments(len(query), query.shape[2], query.device)
+            return _attend(module, query, key, value, images, scaling=scaling, is_causal=False)
+        if not (query.is_meta or isinstance(query, FakeTensor)) or dropout or causal:
+            return sdpa_attention_forward(
+                module, query, key, value, attention_mask, dropout, scaling, is_causal, **more
+            )
+        each = query.shape[1] // key.shape[1]
+        key, value = (tensor.repeat_interleave(each, 1) for tensor in (key, value))
+        bias = attention_mask
+        if bias is not None:
+            shape = (*query.shape[:3], key.shape[2])
+            bias = query.new_empty(bias.shape).expand(shape)
+        made = torch.ops.aten._scaled_dot_product_efficient_attention(
+            query, key, value, bias, torch.is_grad_enabled(), scale=scaling
+        )[0]
+        return made.transpose(1, 2), None
 
 
 def _attend(

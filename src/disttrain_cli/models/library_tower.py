@@ -22,7 +22,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from disttrain_cli.errors import SpecError
@@ -39,6 +41,7 @@ from disttrain_cli.models.configs.decoders import sees_vision
 from disttrain_cli.models.empty_weights import empty_weights
 from disttrain_cli.models.host import to_device
 from disttrain_cli.models.layer import Batch, Items, TensorSpec, features_name
+from disttrain_cli.models.library_attention import for_images
 from disttrain_cli.models.library_frame import TOKEN_INPUTS
 from disttrain_cli.models.parallel import split
 from disttrain_cli.models.towers import EMBEDS, ImageLayer
@@ -71,38 +74,51 @@ STEP = (
 
 
 class _NumbersOnHost(TorchFunctionMode):
-    """On the meta device integers keep their values on the host, as classes compute shapes of them.
+    """On a device without values integers are kept on the host: classes compute shapes of them.
 
-    Together with floating-point tensors, which have no values, they have none.
+    Together with tensors of the device (meta or fake), they have no values.
     """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         given = args, kwargs or {}
         tensors = [one for one in tree_leaves(given) if isinstance(one, Tensor)]
-        if any(one.is_meta for one in tensors):
+        if any(map(_has_no_values, tensors)):
             if function is Tensor.__getitem__ and _selects(args[1]):
-                given = (args[0], args[1].nonzero(as_tuple=True)), {}
-            (args, kwargs) = tree_map_only(  # numbers stay: they may be sizes
-                Tensor, lambda one: one.to("meta") if one.ndim else one, given
-            )
+                with _disable_current_modes():
+                    given = (args[0], args[1].nonzero(as_tuple=True)), {}
+            (args, kwargs) = tree_map_only(Tensor, self._moved, given)
             return function(*args, **kwargs)
-        made = function(*given[0], **given[1])
-        if isinstance(made, Tensor) and made.is_meta and not made.is_floating_point():
-            on_host = tree_map_only(
-                torch.device | str,
-                lambda one: torch.device("cpu") if str(one) == "meta" else one,
-                given,
-            )
-            with torch.device("cpu"):
-                return function(*on_host[0], **on_host[1])
-        return made
+        if not tensors or self._device.type == "meta":
+            made = function(*given[0], **given[1])
+            if not isinstance(made, Tensor) or made.is_floating_point() or not _has_no_values(made):
+                return made
+        on_host = tree_map_only(
+            torch.device | str,
+            lambda one: "cpu" if str(one).partition(":")[0] == self._device.type else one,
+            given,
+        )
+        with _disable_current_modes(), torch.device("cpu"):
+            return function(*on_host[0], **on_host[1])
+
+    def _moved(self, tensor: Tensor) -> Tensor:
+        if _has_no_values(tensor) or not tensor.ndim:  # numbers stay: they may be sizes
+            return tensor
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
+
+
+def _has_no_values(tensor: Tensor) -> bool:
+    return tensor.is_meta or isinstance(tensor, FakeTensor)
 
 
 def _selects(index: Any) -> bool:
     """Return True if an index is a mask whose values are known."""
-    return isinstance(index, Tensor) and index.dtype == torch.bool and not index.is_meta
+    return isinstance(index, Tensor) and index.dtype == torch.bool and not _has_no_values(index)
 
 
 class Whole(NamedTuple):
@@ -120,11 +136,12 @@ def whole_model(config: Any) -> Whole:
         SpecError: its class does not have the form of a tower before an LLM.
     """
     key = repr(config.to_dict())
-    if key not in _wholes:
-        while len(_wholes) >= MOST:
-            del _wholes[next(iter(_wholes))]
-        _wholes[key] = _made(config)
-    return copy.deepcopy(_wholes[key])
+    with _disable_current_modes():  # those that count operators or fake a device
+        if key not in _wholes:
+            while len(_wholes) >= MOST:
+                del _wholes[next(iter(_wholes))]
+            _wholes[key] = _made(config)
+        return copy.deepcopy(_wholes[key])
 
 
 _wholes: dict[str, Whole] = {}
@@ -406,6 +423,7 @@ class Tower(ImageLayer):
 
     kind = "tower"
     needs = ("image",)
+    redundant = True
 
     def __init__(self, module: str, config: Any, head: LibraryImages, glue: Glue) -> None:
         from transformers import PreTrainedModel
@@ -420,6 +438,7 @@ class Tower(ImageLayer):
         whole = whole_model(config)
         self.tower = whole.base
         delattr(self.tower, whole.llm)
+        for_images(self.tower)
         self.constants = _taken_buffers(self.tower)
         for part in self.tower.modules():
             for name, parameter in part.named_parameters(recurse=False):
@@ -461,7 +480,7 @@ class Tower(ImageLayer):
 
     def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
         like = next(self.parameters())
-        self._place(like.device)
+        self._place(like)
         items = batch.of("image")
         each = zip(items.values[0], items.tables[0], items.grids, strict=True)
         made = [self._rows(values, table, count, like) for values, table, (count, _) in each]
@@ -481,7 +500,7 @@ class Tower(ImageLayer):
             argument: inputs[name].to(like.dtype)
             if inputs[name].is_floating_point()
             else inputs[name]
-            if like.is_meta
+            if _has_no_values(like)
             else to_device(inputs[name], like.device)
             for argument, name in self.glue.inputs
             if name in inputs
@@ -489,7 +508,7 @@ class Tower(ImageLayer):
         rows = int(table[0, 0])
         if rows == 1:  # classes squeeze the rows of a batch with one row away
             given = {name: torch.cat([value, value]) for name, value in given.items()}
-        with _NumbersOnHost() if like.is_meta else nullcontext():
+        with _NumbersOnHost(like.device) if _has_no_values(like) else nullcontext():
             made = getattr(self.tower, FEATURES)(**given, **self.glue.constants, return_dict=True)
             deep = getattr(made, DEEP) if self.glue.levels else ()
             found = [flat_rows(one) for one in (made.pooler_output, *deep)]
@@ -504,13 +523,17 @@ class Tower(ImageLayer):
         at = torch.arange(count, device=like.device) % rows
         return [one.index_select(0, at) for one in found]
 
-    def _place(self, device: torch.device) -> None:
-        """Move the buffers, which are no state of the layer, to a device."""
-        if self._placed == device:
+    def _place(self, like: Tensor) -> None:
+        """Move the buffers, which are no state of the layer, to a device; a fake one has blanks."""
+        if self._placed == like.device:
             return
         for path, name, tensor in self.constants:
-            self.tower.get_submodule(path).__dict__[name] = tensor.to(device)
-        self._placed = device
+            self.tower.get_submodule(path).__dict__[name] = (
+                torch.empty(tensor.shape, dtype=tensor.dtype, device=like.device)
+                if _has_no_values(like)
+                else tensor.to(like.device)
+            )
+        self._placed = like.device
 
 
 def flat_rows(pooled: Any) -> Tensor:
@@ -541,7 +564,7 @@ def unpacked(names: tuple[str, ...], values: Tensor, table: Any) -> dict[str, Te
             inputs[name] = flat[first : first + size].view(shape)
             first += size
         else:
-            with torch.device("cpu"):
+            with _disable_current_modes(), torch.device("cpu"):
                 inputs[name] = torch.tensor(numbers[at : at + size]).view(shape)
             at += size
     return inputs
@@ -576,11 +599,21 @@ def read(
         config = CONFIG_MAPPING[kind].from_dict(decoded(fields))
     except (StrictDataclassError, *MISTAKES) as error:
         raise refused(kind, " ".join(str(error).split())) from None
-    whole = whole_model(config)
-    delattr(whole.base, whole.llm)
-    if why := unfit(whole.base):
+    if why := _unfit_whole(config):
         raise refused(kind, why)
     return config, None
+
+
+def _unfit_whole(config: Any) -> str | None:
+    key = repr(config.to_dict())
+    if key not in _unfits:
+        whole = whole_model(config)
+        delattr(whole.base, whole.llm)
+        _unfits[key] = unfit(whole.base)
+    return _unfits[key]
+
+
+_unfits: dict[str, str | None] = {}
 
 
 def images_of(run: Run, module: ModuleConfig) -> LibraryImages:

@@ -93,6 +93,11 @@ def pieces(layer: PipelineLayer) -> set[int]:
     return sizes
 
 
+def same_at_any_tp(layer: PipelineLayer) -> bool:
+    """Return True if a rank runs the unsharded layer over all rows, whatever the TP size."""
+    return not pieces(layer) and (layer.redundant or not layer.by_rows)
+
+
 def shard(layer: PipelineLayer, *, tp: int, rank: int = 0) -> PipelineLayer:
     """Narrow a layer in place to one rank's shard, on any device (on meta only shapes change).
 

@@ -40,7 +40,7 @@ from disttrain_cli.models.layer import PipelineLayer
 from disttrain_cli.models.operators import LayerOperators, layer_operators
 from disttrain_cli.models.probe import probe_batch, probe_work, state_at
 from disttrain_cli.models.sharding import tp_degrees
-from disttrain_cli.models.tensor_parallel import join
+from disttrain_cli.models.tensor_parallel import join, same_at_any_tp
 from disttrain_cli.profiling.assemble import Series, Setting, known_parts, module_profile
 from disttrain_cli.profiling.dataset import read_dataset
 from disttrain_cli.profiling.fitting import Floats
@@ -49,6 +49,7 @@ from disttrain_cli.profiling.tp_overlap import overlap_savings
 from disttrain_cli.profiling.trial import first_of_kinds
 from disttrain_cli.profiling.versions import library_versions
 from disttrain_cli.spec.inputs import ModelInputs
+from disttrain_cli.spec.library_images import LibraryImages
 from disttrain_cli.spec.profile import DeviceProfile, Fingerprints, Profile
 from disttrain_cli.spec.progress import Progress, silent
 from disttrain_cli.spec.runfile import Run
@@ -91,9 +92,13 @@ def analytic_profile(run: Run, name: str, progress: Progress = silent) -> Profil
         kind = file.model.modules[module].kind
         shards = {tp: _shards(run, table, module, tp=tp) for tp in tps}
         series: dict[bool, dict[int, Series]] = {False: {}, True: {}}
+        once = all(map(same_at_any_tp, shards[1].values()))
         for tp in tps:
             progress(f"count the operators of {module} at TP {tp}", 0, 0)
             for frozen, times in series.items():
+                if tp > 1 and once:
+                    times[tp] = times[1]
+                    continue
                 counted = _counted(run, module, frozen, tp=tp)
                 times[tp] = _series(inputs, module, counted, device, precision, tp=tp)
         kinds = {
@@ -209,6 +214,9 @@ def _sizes(inputs: ModelInputs, module: str, *, tp: int) -> list[dict[str, Any]]
         ]
     if head.alike:  # a TP group of a generator divides no rows
         return [{head.item: count * (1 if head.item == "target" else tp)} for count in (2, 5)]
+    if isinstance(head, LibraryImages):
+        small, medium, large = head.spread
+        return [{head.item: [*one] * tp} for one in ([small], [medium], [small] * 2, [large])]
     p = head.period
     return [  # none is square, so that position embeddings are interpolated in all of them
         {head.item: [head.grid_of(rows * p, columns * p)] * count * tp}

@@ -20,7 +20,7 @@ from disttrain_cli.models.footprint import Footprint, Message, Noted, Operation,
 from disttrain_cli.models.graph import LayerInfo, build_layers, describe, layer_table, of_model
 from disttrain_cli.models.layer import Batch, PipelineLayer
 from disttrain_cli.models.probe import probe_batch, probe_work, state_at
-from disttrain_cli.models.tensor_parallel import join, pieces
+from disttrain_cli.models.tensor_parallel import join, same_at_any_tp
 from disttrain_cli.models.weight_parts import split
 from disttrain_cli.profiling.fitting import Floats, fit
 from disttrain_cli.profiling.trial import first_of_kinds
@@ -114,14 +114,15 @@ def running(run: Run, module: str, tps: Sequence[int]) -> dict[int, dict[str, Ru
         whole = build_layers(run, index, index + 1, "meta", probes.dtype)[0]
         by_tp[1][whole.kind] = _running(whole, index, probes, tp=1)[0]
         for tp in list(by_tp)[1:]:
+            if same_at_any_tp(whole):
+                by_tp[tp][whole.kind] = by_tp[1][whole.kind]
+                continue
             layer = build_layers(run, index, index + 1, "meta", probes.dtype, tp=tp)[0]
             join(layer, Noted(size=tp))
             by_tp[tp][whole.kind] = (
                 _shared(layer, index, probes, run, tp=tp)
                 if layer.by_rows
                 else _running(layer, index, probes, tp=tp)[0]
-                if pieces(whole)
-                else by_tp[1][whole.kind]
             )
     return by_tp
 
@@ -130,7 +131,7 @@ class _Trained(NamedTuple):
     """Footprints of a layer with trained weights, at each size."""
 
     kept: list[Footprint]
-    recomputed: list[Footprint]  # empty unless the layer shards rows
+    recomputed: list[Footprint]  # empty unless a TP group divides rows
     split: list[Footprint]  # deferred weight gradients
 
     def most(self) -> Floats:
@@ -150,7 +151,8 @@ def _recorded(
 def _trained(layer: PipelineLayer, index: int, probes: Probes, *, tp: int) -> _Trained:
     layer.ask_for_gradients()
     kept = _recorded(layer, index, probes, tp=tp)
-    again = _recorded(layer, index, probes, recompute=True, tp=tp) if layer.by_rows else []
+    gathers = layer.by_rows and tp > 1
+    again = _recorded(layer, index, probes, recompute=True, tp=tp) if gathers else []
     split(layer)
     return _Trained(kept, again, _recorded(layer, index, probes, deferring=True, tp=tp))
 
@@ -243,6 +245,7 @@ def _sizes(inputs: ModelInputs, module: str, items: int) -> list[Sizes]:
         return [{"documents": [[inputs.sequence_length]] * sequences} for sequences in (1, 2)]
     if head.alike:
         return [{head.item: count} for count in (items, 2 * items)]
+    items = 1 if head.packed else items  # of a whole tower, which runs one by one
     most, columns = head.largest
     return [
         {head.item: [head.grid_of(rows, columns)] * count}

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 SIDES_PX = tuple(round(16 * 2 ** (step / 4)) for step in range(33))  # 16 to 4096
 
 
+#: Sides of the square images at which costs are counted.
+SPREAD_PX = (SIDES_PX[0], 724, 1024)
+
 ABSENT = -1  # in the place of the kind of an input that an image does not have
 
 
@@ -88,7 +91,7 @@ class LibraryImages(Head):
     def grids(self, sizes: Any) -> Any:
         import numpy as np
 
-        rows = [self.processor.spelled(_size(numbers)).rows for numbers in np.asarray(sizes)]
+        rows = self.processor.rows([_size(numbers) for numbers in np.asarray(sizes)])
         return np.array([(count, 1) for count in rows], dtype=np.int64).reshape(-1, 2)
 
     def misfit(self, width: int, height: int, *film: int) -> str | None:
@@ -138,6 +141,15 @@ class LibraryImages(Head):
         """Return the grid of a square image of about rows · columns times the fewest rows."""
         fewest = self.processor.spelled((SIDES_PX[0],) * 2).rows
         return self.processor.spelled(self.example_px(rows * columns * fewest)).rows, 1
+
+    @cached_property
+    def spread(self) -> tuple[Grid, Grid, Grid]:
+        """Grids of a small, a medium and a large image, as far as the processor keeps their sizes.
+
+        Some have a budget that every image fills.
+        """
+        small, medium, large = (self.processor.spelled((px, px)).rows for px in SPREAD_PX)
+        return (small, 1), (medium, 1), (large, 1)
 
     @property
     def largest(self) -> Grid:

@@ -12,7 +12,8 @@ import hashlib
 import inspect
 import json
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache, cached_property, lru_cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -42,7 +43,8 @@ MERGE = "spatial_merge_size"
 VIDEOS = "video_processor"
 #: Sizes for which a processor's own count is compared with its texts.
 COUNTED = ((64, 64), (640, 480), (480, 640), (211, 37), (97, 1024), (1600, 900), (2048, 2048))
-MOST = 4096  # sizes whose texts are cached
+#: Sizes whose texts, and whose counts of rows are cached.
+MOST, MOST_COUNTS = 4096, 1 << 17
 
 
 class Spelled(NamedTuple):
@@ -99,6 +101,7 @@ class LibraryProcessor:
             raise self._refused(
                 f"the tokenizer has no token {image_token}, the model's image token"
             )
+        self._row_counts: dict[Size, int] = {}
         self.spelled = lru_cache(MOST)(self._quickly_spelled)
         self.turned = lru_cache(MOST)(self.positions)
         self._check_several()
@@ -123,17 +126,27 @@ class LibraryProcessor:
         """
         if self._same is None:
             return self._spelled(size)
-        try:
-            return self._same._replace(ids=(ROW,) * self._counted(size))
-        except Exception as error:
-            raise ValueError(f"the processor refuses it: {_line(error)}") from None
+        return self._same._replace(ids=(ROW,) * self.rows([size])[0])
+
+    def rows(self, sizes: Sequence[Size]) -> list[int]:
+        """Return the rows of images of these sizes; ValueError if the processor refuses one."""
+        if self._same is None:
+            return [self.spelled(size).rows for size in sizes]
+        if len(self._row_counts) > MOST_COUNTS:
+            self._row_counts.clear()
+        if new := [size for size in dict.fromkeys(sizes) if size not in self._row_counts]:
+            try:
+                counts = self._counted(new)
+            except Exception as error:
+                raise ValueError(f"the processor refuses it: {_line(error)}") from None
+            self._row_counts.update(zip(new, counts, strict=True))
+        return [self._row_counts[size] for size in sizes]
 
     @cached_property
     def _same(self) -> Spelled | None:
         """Text around any image, if the processor counts rows and writes nothing between them."""
         try:
-            texts = [self._spelled(size) for size in COUNTED]
-            counts = [self._counted(size) for size in COUNTED]
+            texts, counts = [self._spelled(size) for size in COUNTED], self._counted(COUNTED)
         except Exception:  # it counts none, or in another form
             return None
         first = texts[0]
@@ -143,9 +156,10 @@ class LibraryProcessor:
         )
         return first if same else None
 
-    def _counted(self, size: Size) -> int:
-        made = self._processor._get_num_multimodal_tokens(image_sizes=[size[::-1]])
-        return int(made.num_image_tokens[0])
+    def _counted(self, sizes: Sequence[Size]) -> list[int]:
+        """Return the processor's own counts: a call, which checks its options, takes a ms."""
+        made = self._processor._get_num_multimodal_tokens(image_sizes=[one[::-1] for one in sizes])
+        return [int(count) for count in made.num_image_tokens]
 
     def positions(self, size: Size) -> NDArray[np.int64]:
         """Return [3, tokens] M-RoPE positions of an image's tokens, from those of its first.
@@ -200,7 +214,7 @@ class LibraryProcessor:
         """Return all outputs, as the library passes them to its model, for a text of one image."""
         self._processor.tokenizer = self._tokenizer
         try:
-            with import_module("torch").device("cpu"):
+            with _on_host():
                 return dict(
                     self._processor(
                         images=[_blank(size)], text=self.placeholder, return_tensors="pt"
@@ -251,7 +265,7 @@ class LibraryProcessor:
         import numpy as np
 
         try:
-            with import_module("torch").device("cpu"):  # models are built in another context
+            with _on_host():
                 made = self._processor(images=list(images), text=text, return_tensors="pt")
         except Exception as error:  # classes of many authors raise anything
             raise ValueError(f"the processor refuses it: {_line(error)}") from None
@@ -361,6 +375,14 @@ def digest_of(folder: Path) -> str:
         if (folder / name).is_file():
             content.update(name.encode() + (folder / name).read_bytes())
     return content.hexdigest()[:16]
+
+
+@contextmanager
+def _on_host() -> Iterator[None]:
+    """Run a processor on the CPU, whatever models are built on, counted with or faked by."""
+    modes = import_module("torch.utils._python_dispatch")
+    with modes._disable_current_modes(), import_module("torch").device("cpu"):
+        yield
 
 
 def _blank(size: Size) -> Any:
