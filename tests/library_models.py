@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -300,16 +301,16 @@ def aria() -> Any:
     )
 
 
-def minicpm(name: str = "MiniCPMV4_6") -> Any:
+def minicpm(name: str, of: str) -> Any:
     import transformers
 
     named = {f"{part}_token": f"<{part}>" for part in ("image", "video", *SLICES)}
     words = words_of(tuple(named.values())[1:], "<image>", **named)
     return getattr(transformers, f"{name}Processor")(
-        transformers.MiniCPMV4_6ImageProcessor(
+        getattr(transformers, f"{of}ImageProcessor")(
             scale_resolution=32, patch_size=4, max_slice_nums=4, use_image_id=False
         ),
-        transformers.MiniCPMV4_6VideoProcessor(),
+        getattr(transformers, f"{of}VideoProcessor")(),
         words,
         chat_template=words.chat_template,
     )
@@ -740,20 +741,20 @@ FAMILIES: dict[str, Tiny] = {
         LLM | {"moe_num_experts": 4, "moe_num_shared_experts": 1},
         {"projector_patch_to_query_dict": {"196": 4}},
     ),
-    "minicpmv4_6": Tiny(
-        "MiniCPMV4_6",
-        minicpm,
-        VIT_LAYERS | {"image_size": 64, "insert_layer_id": 0},
-        {"model_type": "qwen3_5_text"} | LINEAR,
-        VIDEO | {"insert_layer_id": 0},
-    ),
-    "minicpmv4_7": Tiny(
-        "MiniCPMV4_7",
-        partial(minicpm, "MiniCPMV4_7"),
-        VIT_LAYERS | {"image_size": 64, "insert_layer_id": 0},
-        {"model_type": "qwen3_5_text"} | LINEAR,
-        VIDEO | {"insert_layer_id": 0},
-    ),
+    **{
+        name: Tiny(
+            prefix,
+            partial(minicpm, prefix, of),
+            VIT_LAYERS | {"image_size": 64, "insert_layer_id": 0},
+            {"model_type": "qwen3_5_text"} | LINEAR,
+            VIDEO | {"insert_layer_id": 0},
+        )
+        for name, prefix, of in (
+            ("minicpmv4_6", "MiniCPMV4_6", "MiniCPMV4_6"),
+            ("minicpmv4_7", "MiniCPMV4_7", "MiniCPMV4_6"),
+            ("minicpm_ocr", "MiniCPMOcr", "MiniCPMOcr"),
+        )
+    },
     "cosmos3_edge": Tiny(
         "Cosmos3Edge",
         gridded("Cosmos3EdgeProcessor", "Cosmos3EdgeImageProcessor", "Cosmos3EdgeVideoProcessor"),
@@ -872,4 +873,7 @@ def write(folder: Path, family: str) -> tuple[Any, Any]:
     model = spread(made(config))
     model.save_pretrained(folder)
     processor.save_pretrained(folder)
-    return model, transformers.AutoProcessor.from_pretrained(folder)
+    processor = transformers.AutoProcessor.from_pretrained(folder)
+    kinds = "mm_token_type_ids" in inspect.signature(model.forward).parameters
+    processor.return_mm_token_type_ids |= kinds  # some classes ask for them, then
+    return model, processor

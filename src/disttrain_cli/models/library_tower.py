@@ -142,8 +142,9 @@ def _made(config: Any) -> Whole:
         with empty_weights():
             model = made(copy.deepcopy(config))
     except (ImportError, StrictDataclassError, *MISTAKES) as error:
+        why = " ".join(str(error).split())
         raise refused(
-            kind, f"{made.__name__} is not built: {' '.join(str(error).split())}"
+            kind, why if isinstance(error, ImportError) else f"its classes fail: {why}"
         ) from None
     base = getattr(model, "model", None)
     llm = next((name for name in LLMS if isinstance(getattr(base, name, None), nn.Module)), None)
@@ -192,6 +193,18 @@ class _Table(nn.Module):
         return -1.0 - ids[..., None].float().expand(*ids.shape, self.embedding_dim)
 
 
+class _Outputs:
+    """Outputs of a stand-in for a tower; any other than these is NaN, which no LLM may read."""
+
+    def __init__(self, **outputs: Any) -> None:
+        self.__dict__.update(outputs)
+
+    def __getattr__(self, name: str) -> Tensor:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return torch.tensor(torch.nan)
+
+
 class _Llm(nn.Module):
     """Stand-in for an LLM."""
 
@@ -230,7 +243,8 @@ def glue_of(config: Any, given: Mapping[str, Tensor], image_token: int) -> Glue:
     base, ids = whole.base, given["input_ids"][0]
     width = config.get_text_config().hidden_size
     stand_in = _Llm(getattr(base, whole.llm), width)
-    setattr(base, whole.llm, stand_in)
+    # first, as a model takes the device of its first weight for its own
+    base._modules = {whole.llm: stand_in} | {**base._modules, whole.llm: stand_in}
     rows = int((ids == image_token).sum())
     features = 1.0 + torch.arange(rows * width, dtype=torch.float32).view(rows, width)
     calls, names = list[dict[str, Any]](), _arguments(base)
@@ -271,13 +285,9 @@ def _features(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    from transformers.modeling_outputs import BaseModelOutputWithPooling
-
     calls.append(dict(zip(names, args, strict=False)) | kwargs)
-    made = BaseModelOutputWithPooling(pooler_output=form)
     deep = [tree_map_only(Tensor, partial(torch.add, other=-n), form) for n in range(levels)]
-    setattr(made, DEEP, deep or None)
-    return made
+    return _Outputs(pooler_output=form, **{DEEP: deep or None})
 
 
 def _glue(kind: str, calls: list[dict[str, Any]], given: Mapping[str, Tensor]) -> Glue:

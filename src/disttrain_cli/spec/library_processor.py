@@ -33,16 +33,21 @@ ROW = -1  # among the ids of an image: one row of the encoder's output
 SIZE: Size = (96, 64)  # of the image with which a processor is tried
 LARGER: Size = (1920, 1280)
 #: Outputs of a tokenizer, all others are the image's.
-OF_TEXT = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
+KINDS = "mm_token_type_ids"
+OF_TEXT = ("input_ids", "attention_mask", "token_type_ids", KINDS)
 FILES = (
     *("processor_config.json", "preprocessor_config.json", "tokenizer.json"),
     *("tokenizer_config.json", "special_tokens_map.json"),
 )
 MERGE = "spatial_merge_size"
 VIDEOS = "video_processor"
+REMOTE = "trust_remote_code"
 #: Sizes for which a processor's own count is compared with its texts.
 COUNTED = ((64, 64), (640, 480), (480, 640), (211, 37), (97, 1024), (1600, 900), (2048, 2048))
 MOST = 4096  # sizes whose texts are cached
+#: Heights that the library takes for the channels of an image with channels first
+#: (`transformers.image_utils.infer_channel_dimension_format`).
+CHANNELS = (1, 3)
 
 
 class Spelled(NamedTuple):
@@ -66,7 +71,7 @@ class _Recorder:
 
     def __call__(self, text: Any, **_: Any) -> Any:
         texts = [text] if isinstance(text, str) else list(text)
-        self.said.text = texts[0]
+        self.said.texts = texts
         ids = [[0] for _ in texts]
         return self._tokenizer.__class__.pad(self._tokenizer, {"input_ids": ids})
 
@@ -90,7 +95,10 @@ class LibraryProcessor:
         self._processor = self._loaded()
         tokenizer = getattr(self._processor, "tokenizer", None)
         if tokenizer is None:
-            raise self._refused("it has no tokenizer")
+            raise self._refused(
+                f"transformers finds a {type(self._processor).__name__} in its files, which is no"
+                " processor of texts with images"
+            )
         self._tokenizer, self._recorder = tokenizer, _Recorder(tokenizer)
         self._processor.tokenizer = self._recorder
         self._processor._check_special_mm_tokens = lambda *_, **__: None  # the recorder's ids
@@ -121,6 +129,8 @@ class LibraryProcessor:
         By the processor's own count of rows where it agrees with what it writes: a distribution
         has thousands of sizes, and each text costs a blank image.
         """
+        if size[1] in CHANNELS:
+            raise ValueError("its height would be taken for a number of channels")
         if self._same is None:
             return self._spelled(size)
         try:
@@ -165,7 +175,7 @@ class LibraryProcessor:
         given = {
             **{name: torch.from_numpy(value) for name, value in self.blank(size).items()},
             "input_ids": torch.tensor([ids]),
-            "mm_token_type_ids": torch.tensor([[int(id_ == row) for id_ in ids]]),
+            KINDS: torch.tensor([[int(id_ == row) for id_ in ids]]),
             "attention_mask": torch.ones(1, len(ids), dtype=torch.int64),
         }
         base = self._base
@@ -197,13 +207,20 @@ class LibraryProcessor:
         return base
 
     def complete(self, size: Size) -> dict[str, Any]:
-        """Return all outputs, as the library passes them to its model, for a text of one image."""
+        """Return all outputs, as the library passes them to its model, for a text of one image.
+
+        Some classes ask for the kinds of the tokens though their processors leave them out.
+        """
         self._processor.tokenizer = self._tokenizer
+        kinds = KINDS in inspect.signature(self._base.forward).parameters
         try:
             with import_module("torch").device("cpu"):
                 return dict(
                     self._processor(
-                        images=[_blank(size)], text=self.placeholder, return_tensors="pt"
+                        images=[_blank(size)],
+                        text=self.placeholder,
+                        return_tensors="pt",
+                        **({f"return_{KINDS}": True} if kinds else {}),
                     )
                 )
         except Exception as error:
@@ -222,16 +239,16 @@ class LibraryProcessor:
         ]
         # those that the template writes first
         texts = sorted(dict.fromkeys([*named, self._row]), key=lambda one: one not in str(template))
-        why = "it names none"
+        why = ""
         for text in texts:
             try:
                 said, _ = self._said(text, [_blank(SIZE)])
             except ValueError as error:
-                why = str(error)
+                why = why or str(error)
                 continue
             if self._row in said:
                 return text
-        raise self._refused(f"no text is replaced by an image's rows: {why}")
+        raise self._refused(f"no text is replaced by an image's rows: {why or 'it names none'}")
 
     def _spelled(self, size: Size) -> Spelled:
         """Return the tokens for an image of this size; ValueError if the processor refuses it."""
@@ -256,7 +273,10 @@ class LibraryProcessor:
         except Exception as error:  # classes of many authors raise anything
             raise ValueError(f"the processor refuses it: {_line(error)}") from None
         arrays = {name: np.asarray(value) for name, value in made.items() if name not in OF_TEXT}
-        return self._recorder.said.text, arrays
+        said, *others = self._recorder.said.texts
+        if others:
+            raise ValueError(f"the processor makes {1 + len(others)} texts of one")
+        return said, arrays
 
     def _check_several(self) -> None:
         """Raise SpecError unless images of a sample are prepared one by one."""
@@ -282,9 +302,7 @@ class LibraryProcessor:
             made = transformers.AutoProcessor
             if not transformers.utils.is_torchvision_available():
                 made = _without_videos(self._class_name()) or made
-            return made.from_pretrained(
-                str(self.folder), local_files_only=True, trust_remote_code=False
-            )
+            return made.from_pretrained(str(self.folder), local_files_only=True, **{REMOTE: False})
         except ModuleNotFoundError as error:
             if error.name != "torchvision":
                 raise self._refused(_line(error)) from None
@@ -294,6 +312,9 @@ class LibraryProcessor:
                 install_command("generate"),
             ) from None
         except Exception as error:
+            if REMOTE in str(error):
+                why = "its processor asks for code of its own (auto_map), which is never run"
+                raise self._refused(why) from None
             raise self._refused(_line(error)) from None
 
     def _class_name(self) -> str | None:
