@@ -42,7 +42,7 @@ from disttrain_cli.models.layer import Batch, Items, TensorSpec, features_name
 from disttrain_cli.models.library_frame import TOKEN_INPUTS
 from disttrain_cli.models.parallel import split
 from disttrain_cli.models.towers import EMBEDS, ImageLayer
-from disttrain_cli.spec.library_images import ABSENT, LibraryImages
+from disttrain_cli.spec.library_images import ABSENT, FLAGS, VALUES, LibraryImages
 from disttrain_cli.spec.library_processor import (
     LARGER,
     SIZE,
@@ -541,18 +541,19 @@ def unpacked(names: tuple[str, ...], values: Tensor, table: Any) -> dict[str, Te
     numbers, at, first = np.asarray(table).tolist(), 1, 0
     flat, inputs = values.flatten(), dict[str, Tensor]()
     for name in names:
-        floats, dimensions = numbers[at : at + 2]
-        if floats == ABSENT:
+        kind, dimensions = numbers[at : at + 2]
+        if kind == ABSENT:
             at += 2
             continue
         shape = numbers[at + 2 : at + 2 + dimensions]
         at, size = at + 2 + dimensions, int(np.prod(shape))
-        if floats:
+        if kind == VALUES:
             inputs[name] = flat[first : first + size].view(shape)
             first += size
         else:
             with torch.device("cpu"):
-                inputs[name] = torch.tensor(numbers[at : at + size]).view(shape)
+                given = torch.tensor(numbers[at : at + size]).view(shape)
+            inputs[name] = given.bool() if kind == FLAGS else given
             at += size
     return inputs
 
