@@ -368,6 +368,23 @@ def gemma4(name: str = "Gemma4") -> Any:
     )
 
 
+def step3p7() -> Any:
+    import transformers
+
+    marks = ("<patch_start>", "<patch_end>", "<patch_newline>", "<im_start>", "<im_end>")
+    words = words_of(marks, "<im_patch>")
+    return transformers.Step3p7Processor(
+        transformers.Step3p7ImageProcessor(
+            size={"height": 64, "width": 64},
+            patch_size=32,
+            vision_patch_size=4,
+            downsampler_stride=4,
+        ),
+        words,
+        chat_template=words.chat_template,
+    )
+
+
 ITEMS = ("image", "video", "vision")
 MARKS = ("<video>", "<start>", "<end>", "<|begin_of_video|>", "<|end_of_video|>")
 SLICES = (
@@ -755,6 +772,33 @@ FAMILIES: dict[str, Tiny] = {
             ("minicpm_ocr", "MiniCPMOcr", "MiniCPMOcr"),
         )
     },
+    "step3p7": Tiny(
+        "Step3p7",
+        step3p7,
+        VIT_LAYERS | {"image_size": 64},
+        HEADS
+        | EXPERTS
+        | {
+            "model_type": "step3p5",
+            "sliding_window": 16,
+            "n_routed_experts": 4,
+            "share_expert_dim": 24,
+            "layer_types": ["full_attention", "full_attention"],
+        },
+    ),
+    "lfm3_vl": Tiny(
+        "Lfm3Vl",
+        gridded("Lfm3VlProcessor", "Qwen2VLImageProcessor", "Qwen3VLVideoProcessor"),
+        VIT_LAYERS | {"spatial_merge_size": 2, "num_key_value_heads": 2},
+        HEADS
+        | {
+            "model_type": "lfm3",
+            "num_hidden_layers": 3,
+            "sliding_window": 16,
+            "layer_types": ["conv", "full_attention", "sliding_attention"],
+        },
+        IDS | {"projector_hidden_size": 64},
+    ),
     "cosmos3_edge": Tiny(
         "Cosmos3Edge",
         gridded("Cosmos3EdgeProcessor", "Cosmos3EdgeImageProcessor", "Cosmos3EdgeVideoProcessor"),

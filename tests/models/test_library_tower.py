@@ -147,8 +147,8 @@ def test_a_budget_of_pixels_that_no_processor_reads_is_refused(tmp_path) -> None
 @pytest.mark.parametrize(
     ("processor", "why"),
     [
-        (None, "no processor of texts with images"),
-        ({"auto_map": {"AutoProcessor": "own.Own"}}, "code of its own (auto_map), which is never"),
+        (None, "neither processor_config.json nor preprocessor_config.json"),
+        ({"auto_map": {"AutoProcessor": "own.Own"}}, "code of its own (auto_map)"),
     ],
 )
 def test_a_folder_without_a_processor_of_the_library_is_refused(tmp_path, processor, why) -> None:

@@ -41,7 +41,6 @@ FILES = (
 )
 MERGE = "spatial_merge_size"
 VIDEOS = "video_processor"
-REMOTE = "trust_remote_code"
 #: Sizes for which a processor's own count is compared with its texts.
 COUNTED = ((64, 64), (640, 480), (480, 640), (211, 37), (97, 1024), (1600, 900), (2048, 2048))
 MOST = 4096  # sizes whose texts are cached
@@ -302,7 +301,9 @@ class LibraryProcessor:
             made = transformers.AutoProcessor
             if not transformers.utils.is_torchvision_available():
                 made = _without_videos(self._class_name()) or made
-            return made.from_pretrained(str(self.folder), local_files_only=True, **{REMOTE: False})
+            return made.from_pretrained(
+                str(self.folder), local_files_only=True, trust_remote_code=False
+            )
         except ModuleNotFoundError as error:
             if error.name != "torchvision":
                 raise self._refused(_line(error)) from None
@@ -312,18 +313,22 @@ class LibraryProcessor:
                 install_command("generate"),
             ) from None
         except Exception as error:
-            if REMOTE in str(error):
+            files = self._files()
+            if not files.keys() & set(FILES[:2]):
+                raise self._refused(f"it holds neither {FILES[0]} nor {FILES[1]}") from None
+            if any("auto_map" in fields for fields in files.values()):
                 why = "its processor asks for code of its own (auto_map), which is never run"
                 raise self._refused(why) from None
             raise self._refused(_line(error)) from None
 
+    def _files(self) -> dict[str, dict[str, Any]]:
+        """Return the configurations of the processor and its parts, by the names of their files."""
+        there = (self.folder / name for name in FILES if name.endswith("_config.json"))
+        return {path.name: json.loads(path.read_text()) for path in there if path.is_file()}
+
     def _class_name(self) -> str | None:
         """Return the name of the processor's class that a file of the folder states."""
-        named = (
-            json.loads((self.folder / name).read_text()).get("processor_class")
-            for name in FILES
-            if (self.folder / name).is_file()
-        )
+        named = (fields.get("processor_class") for fields in self._files().values())
         return next((one for one in named if isinstance(one, str)), None)
 
     def _refused(self, why: str) -> SpecError:
