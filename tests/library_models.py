@@ -874,7 +874,6 @@ FAST = (
 )
 #: Families that are refused, and why.
 REFUSED = {
-    "cosmos3_edge": "mm_token_type_ids",
     "minicpmv4_7": "positions after an image do not follow its largest one",
     "idefics2": "the text that it writes for an image depends on the others",
     "ovis2": "visual_indicator_features",
