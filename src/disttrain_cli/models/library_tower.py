@@ -239,9 +239,13 @@ def glue_of(config: Any, given: Mapping[str, Tensor], image_token: int) -> Glue:
     Raises:
         SpecError: it does anything else with the rows than to make them the LLM's input.
     """
-    whole, kind = whole_model(config), config.model_type
-    base, ids = whole.base, given["input_ids"][0]
-    width = config.get_text_config().hidden_size
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    whole, kind, text = whole_model(config), config.model_type, config.get_text_config()
+    scale = getattr(text, "logits_scaling", 1.0)
+    if scale != 1.0 and type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise refused(kind, f"its own class divides logits by {scale}, its LLM's has no head")
+    base, ids, width = whole.base, given["input_ids"][0], text.hidden_size
     stand_in = _Llm(getattr(base, whole.llm), width)
     # first, as a model takes the device of its first weight for its own
     base._modules = {whole.llm: stand_in} | {**base._modules, whole.llm: stand_in}
