@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -300,16 +301,16 @@ def aria() -> Any:
     )
 
 
-def minicpm(name: str = "MiniCPMV4_6") -> Any:
+def minicpm(name: str, of: str) -> Any:
     import transformers
 
     named = {f"{part}_token": f"<{part}>" for part in ("image", "video", *SLICES)}
     words = words_of(tuple(named.values())[1:], "<image>", **named)
     return getattr(transformers, f"{name}Processor")(
-        transformers.MiniCPMV4_6ImageProcessor(
+        getattr(transformers, f"{of}ImageProcessor")(
             scale_resolution=32, patch_size=4, max_slice_nums=4, use_image_id=False
         ),
-        transformers.MiniCPMV4_6VideoProcessor(),
+        getattr(transformers, f"{of}VideoProcessor")(),
         words,
         chat_template=words.chat_template,
     )
@@ -364,6 +365,23 @@ def gemma4(name: str = "Gemma4") -> Any:
         getattr(transformers, f"{name}VideoProcessor")(),
         chat_template=words.chat_template,
         image_seq_length=70,
+    )
+
+
+def step3p7() -> Any:
+    import transformers
+
+    marks = ("<patch_start>", "<patch_end>", "<patch_newline>", "<im_start>", "<im_end>")
+    words = words_of(marks, "<im_patch>")
+    return transformers.Step3p7Processor(
+        transformers.Step3p7ImageProcessor(
+            size={"height": 64, "width": 64},
+            patch_size=32,
+            vision_patch_size=4,
+            downsampler_stride=4,
+        ),
+        words,
+        chat_template=words.chat_template,
     )
 
 
@@ -740,19 +758,46 @@ FAMILIES: dict[str, Tiny] = {
         LLM | {"moe_num_experts": 4, "moe_num_shared_experts": 1},
         {"projector_patch_to_query_dict": {"196": 4}},
     ),
-    "minicpmv4_6": Tiny(
-        "MiniCPMV4_6",
-        minicpm,
-        VIT_LAYERS | {"image_size": 64, "insert_layer_id": 0},
-        {"model_type": "qwen3_5_text"} | LINEAR,
-        VIDEO | {"insert_layer_id": 0},
+    **{
+        name: Tiny(
+            prefix,
+            partial(minicpm, prefix, of),
+            VIT_LAYERS | {"image_size": 64, "insert_layer_id": 0},
+            {"model_type": "qwen3_5_text"} | LINEAR,
+            VIDEO | {"insert_layer_id": 0},
+        )
+        for name, prefix, of in (
+            ("minicpmv4_6", "MiniCPMV4_6", "MiniCPMV4_6"),
+            ("minicpmv4_7", "MiniCPMV4_7", "MiniCPMV4_6"),
+            ("minicpm_ocr", "MiniCPMOcr", "MiniCPMOcr"),
+        )
+    },
+    "step3p7": Tiny(
+        "Step3p7",
+        step3p7,
+        VIT_LAYERS | {"image_size": 64},
+        HEADS
+        | EXPERTS
+        | {
+            "model_type": "step3p5",
+            "sliding_window": 16,
+            "n_routed_experts": 4,
+            "share_expert_dim": 24,
+            "layer_types": ["full_attention", "full_attention"],
+        },
     ),
-    "minicpmv4_7": Tiny(
-        "MiniCPMV4_7",
-        partial(minicpm, "MiniCPMV4_7"),
-        VIT_LAYERS | {"image_size": 64, "insert_layer_id": 0},
-        {"model_type": "qwen3_5_text"} | LINEAR,
-        VIDEO | {"insert_layer_id": 0},
+    "lfm3_vl": Tiny(
+        "Lfm3Vl",
+        gridded("Lfm3VlProcessor", "Qwen2VLImageProcessor", "Qwen3VLVideoProcessor"),
+        VIT_LAYERS | {"spatial_merge_size": 2, "num_key_value_heads": 2},
+        HEADS
+        | {
+            "model_type": "lfm3",
+            "num_hidden_layers": 3,
+            "sliding_window": 16,
+            "layer_types": ["conv", "full_attention", "sliding_attention"],
+        },
+        IDS | {"projector_hidden_size": 64},
     ),
     "cosmos3_edge": Tiny(
         "Cosmos3Edge",
@@ -829,7 +874,6 @@ FAST = (
 )
 #: Families that are refused, and why.
 REFUSED = {
-    "cosmos3_edge": "mm_token_type_ids",
     "minicpmv4_7": "positions after an image do not follow its largest one",
     "idefics2": "the text that it writes for an image depends on the others",
     "ovis2": "visual_indicator_features",
@@ -872,4 +916,7 @@ def write(folder: Path, family: str) -> tuple[Any, Any]:
     model = spread(made(config))
     model.save_pretrained(folder)
     processor.save_pretrained(folder)
-    return model, transformers.AutoProcessor.from_pretrained(folder)
+    processor = transformers.AutoProcessor.from_pretrained(folder)
+    kinds = "mm_token_type_ids" in inspect.signature(model.forward).parameters
+    processor.return_mm_token_type_ids |= kinds  # some classes ask for them, then
+    return model, processor

@@ -4,6 +4,7 @@ and families that are refused."""
 from __future__ import annotations
 
 import io
+import json
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +26,7 @@ from disttrain_cli.models.probe import probe_batch
 from disttrain_cli.models.supported import image_text_families
 from disttrain_cli.models.tensor_parallel import same_at_any_tp
 from disttrain_cli.spec.library_images import LibraryImages
-from disttrain_cli.spec.library_processor import digest_of
+from disttrain_cli.spec.library_processor import LibraryProcessor, digest_of
 from disttrain_cli.spec.runfile import read_run
 from tests.data.test_parts import picture
 from tests.library_models import FAST, REFUSED, write
@@ -165,3 +166,32 @@ def test_a_budget_of_pixels_that_no_processor_reads_is_refused(tmp_path) -> None
     write(tmp_path / "whole", "vipllava")
     with pytest.raises(SpecError, match=r"data\.max_image_pixels is not read"):
         describe(run_of(tmp_path / "whole", data={"max_image_pixels": 262144}))
+
+
+@pytest.mark.parametrize(
+    ("processor", "why"),
+    [
+        (None, "neither processor_config.json nor preprocessor_config.json"),
+        ({"auto_map": {"AutoProcessor": "own.Own"}}, "code of its own (auto_map)"),
+    ],
+)
+def test_a_folder_without_a_processor_of_the_library_is_refused(tmp_path, processor, why) -> None:
+    model, _ = write(tmp_path, "vipllava")
+    named = list(tmp_path.glob("*processor_config.json"))
+    for path in named:
+        path.unlink() if processor is None else path.write_text(json.dumps(processor))
+    words = tmp_path / "tokenizer_config.json"
+    given = json.loads(words.read_text())
+    given.pop("processor_class", None)
+    words.write_text(json.dumps(given))
+    with pytest.raises(SpecError) as raised:
+        LibraryProcessor(tmp_path, model.config.image_token_id)
+    assert named and why in raised.value.why
+
+
+def test_an_image_whose_height_is_taken_for_channels_is_refused(tmp_path: Path) -> None:
+    model, _ = write(tmp_path, "vipllava")
+    processor = LibraryProcessor(tmp_path, model.config.image_token_id)
+    with pytest.raises(ValueError, match="taken for a number of channels"):
+        processor.spelled((64, 3))
+    assert processor.spelled((3, 64)).rows == 16

@@ -82,6 +82,12 @@ def test_what_was_filled_in_reads_the_same_again(folder):
     ("file", "fields", "said"),
     [
         ("config", {"model_type": "nothing"}, "unknown family: model_type 'nothing'"),
+        (
+            "config",
+            {"model_type": "nothing", "transformers_version": "99.1.0.dev0"},
+            "it was written by transformers 99.1.0.dev0, and",
+        ),
+        ("config", {"auto_map": {"AutoModel": "own.Model"}}, "code of its own (auto_map: "),
         ("config", {"vision_feature_layer": [-2, -5]}, "vision_feature_layer"),
         ("config", {"vision_feature_select_strategy": "full"}, "vision_feature_select_strategy"),
         ("config", {"projector_hidden_act": "relu"}, "projector_hidden_act 'relu'"),

@@ -134,7 +134,9 @@ class Chat:
 
     def _check_films(self) -> None:
         """Raise ValueError if the model or the tokenizer does not support videos."""
-        if not isinstance(self._head, ImageInput) or self._head.video is None:
+        if self._head is not None and not isinstance(self._head, ImageInput):
+            raise ValueError("a video: this model's videos are not read")
+        if self._head is None or self._head.video is None:
             raise ValueError("a video: videos are not read without data.video in the run file")
         if self._video is None:
             raise ValueError("a video, for which the tokenizer has no placeholder")
@@ -152,7 +154,8 @@ class Chat:
             ValueError: the conversation cannot be rendered; the message has the reason.
         """
         said = "".join(turn.said for turn in turns)
-        for own, what in ((self._image, "an image"), (self._video, "a video")):
+        reserved = {self._image: "an image", self._mark: "an image", self._video: "a video"}
+        for own, what in reserved.items():
             if own and own in MARKS.sub("", said):
                 raise ValueError(f"a text contains {own}, the placeholder of {what}")
         messages = [self._message(turn) for turn in turns]

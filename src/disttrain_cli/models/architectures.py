@@ -77,7 +77,7 @@ from disttrain_cli.models.library_decoder import (
 from disttrain_cli.models.posterior import posterior_of
 from disttrain_cli.models.projectors import FORMS, Joint
 from disttrain_cli.models.towers import ImageLayer
-from disttrain_cli.spec.families.folder import published_in
+from disttrain_cli.spec.families.folder import newer_library, published_in
 from disttrain_cli.spec.files import parse_json
 from disttrain_cli.spec.heads import AudioInput, ImageInput, Item, TargetInput
 from disttrain_cli.spec.plugins import with_plugins
@@ -486,9 +486,8 @@ def _read(run: Run, name: str) -> ModuleConfig:
     if architecture not in architectures():
         what = f"model.modules.{name}: unknown architecture {architecture!r}"
         known = [*_OWN, *difflib.get_close_matches(str(architecture), architectures(), n=3)]
-        raise SpecError(
-            what, f"known: {listed(str(architecture), known)}, and the decoders of transformers"
-        )
+        why = f"known: {listed(str(architecture), known)}, and the decoders of transformers"
+        raise SpecError(what, newer_library(fields) or why)
     entry = architectures()[architecture]
     if entry.kind != spec.kind:
         names = ", ".join(

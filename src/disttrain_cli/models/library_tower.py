@@ -45,7 +45,7 @@ from disttrain_cli.models.library_attention import for_images
 from disttrain_cli.models.library_frame import TOKEN_INPUTS
 from disttrain_cli.models.parallel import split
 from disttrain_cli.models.towers import EMBEDS, ImageLayer
-from disttrain_cli.spec.library_images import ABSENT, LibraryImages
+from disttrain_cli.spec.library_images import ABSENT, FLAGS, VALUES, LibraryImages
 from disttrain_cli.spec.library_processor import (
     LARGER,
     SIZE,
@@ -159,8 +159,9 @@ def _made(config: Any) -> Whole:
         with empty_weights():
             model = made(copy.deepcopy(config))
     except (ImportError, StrictDataclassError, *MISTAKES) as error:
+        why = " ".join(str(error).split())
         raise refused(
-            kind, f"{made.__name__} is not built: {' '.join(str(error).split())}"
+            kind, why if isinstance(error, ImportError) else f"its classes fail: {why}"
         ) from None
     base = getattr(model, "model", None)
     llm = next((name for name in LLMS if isinstance(getattr(base, name, None), nn.Module)), None)
@@ -209,6 +210,18 @@ class _Table(nn.Module):
         return -1.0 - ids[..., None].float().expand(*ids.shape, self.embedding_dim)
 
 
+class _Outputs:
+    """Outputs of a stand-in for a tower; any other than these is NaN, which no LLM may read."""
+
+    def __init__(self, **outputs: Any) -> None:
+        self.__dict__.update(outputs)
+
+    def __getattr__(self, name: str) -> Tensor:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return torch.tensor(torch.nan)
+
+
 class _Llm(nn.Module):
     """Stand-in for an LLM."""
 
@@ -243,11 +256,16 @@ def glue_of(config: Any, given: Mapping[str, Tensor], image_token: int) -> Glue:
     Raises:
         SpecError: it does anything else with the rows than to make them the LLM's input.
     """
-    whole, kind = whole_model(config), config.model_type
-    base, ids = whole.base, given["input_ids"][0]
-    width = config.get_text_config().hidden_size
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    whole, kind, text = whole_model(config), config.model_type, config.get_text_config()
+    scale = getattr(text, "logits_scaling", 1.0)
+    if scale != 1.0 and type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise refused(kind, f"its own class divides logits by {scale}, its LLM's has no head")
+    base, ids, width = whole.base, given["input_ids"][0], text.hidden_size
     stand_in = _Llm(getattr(base, whole.llm), width)
-    setattr(base, whole.llm, stand_in)
+    # first, as a model takes the device of its first weight for its own
+    base._modules = {whole.llm: stand_in} | {**base._modules, whole.llm: stand_in}
     rows = int((ids == image_token).sum())
     features = 1.0 + torch.arange(rows * width, dtype=torch.float32).view(rows, width)
     calls, names = list[dict[str, Any]](), _arguments(base)
@@ -288,13 +306,9 @@ def _features(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    from transformers.modeling_outputs import BaseModelOutputWithPooling
-
     calls.append(dict(zip(names, args, strict=False)) | kwargs)
-    made = BaseModelOutputWithPooling(pooler_output=form)
     deep = [tree_map_only(Tensor, partial(torch.add, other=-n), form) for n in range(levels)]
-    setattr(made, DEEP, deep or None)
-    return made
+    return _Outputs(pooler_output=form, **{DEEP: deep or None})
 
 
 def _glue(kind: str, calls: list[dict[str, Any]], given: Mapping[str, Tensor]) -> Glue:
@@ -554,18 +568,19 @@ def unpacked(names: tuple[str, ...], values: Tensor, table: Any) -> dict[str, Te
     numbers, at, first = np.asarray(table).tolist(), 1, 0
     flat, inputs = values.flatten(), dict[str, Tensor]()
     for name in names:
-        floats, dimensions = numbers[at : at + 2]
-        if floats == ABSENT:
+        kind, dimensions = numbers[at : at + 2]
+        if kind == ABSENT:
             at += 2
             continue
         shape = numbers[at + 2 : at + 2 + dimensions]
         at, size = at + 2 + dimensions, int(np.prod(shape))
-        if floats:
+        if kind == VALUES:
             inputs[name] = flat[first : first + size].view(shape)
             first += size
         else:
             with _disable_current_modes(), torch.device("cpu"):
-                inputs[name] = torch.tensor(numbers[at : at + size]).view(shape)
+                given = torch.tensor(numbers[at : at + size]).view(shape)
+            inputs[name] = given.bool() if kind == FLAGS else given
             at += size
     return inputs
 

@@ -33,15 +33,16 @@ SIDES_PX = tuple(round(16 * 2 ** (step / 4)) for step in range(33))  # 16 to 409
 #: Sides of the square images at which costs are counted.
 SPREAD_PX = (SIDES_PX[0], 724, 1024)
 
-ABSENT = -1  # in the place of the kind of an input that an image does not have
+#: Kinds of inputs: one that an image does not have, integers, floating-point values, flags.
+ABSENT, NUMBERS, VALUES, FLAGS = -1, 0, 1, 2
 
 
 class Packed(NamedTuple):
     """Inputs of an image as two arrays."""
 
     values: NDArray[np.float32]  # [E] of all floating-point inputs, one after another
-    #: [I] rows in the LLM; then by input: 1 if it is among the values (`ABSENT` if this image has
-    #: none), its number of dimensions, its shape, and, unless it is among the values, its numbers
+    #: [I] rows in the LLM; then by input: its kind, its number of dimensions, its shape, and,
+    #: unless it is among the values, its numbers
     table: NDArray[np.int64]
 
 
@@ -168,9 +169,9 @@ class LibraryImages(Head):
                 table += [ABSENT, 0]
                 continue
             given = made[name]
-            floats = np.issubdtype(given.dtype, np.floating)
-            table += [int(floats), given.ndim, *given.shape]
-            if floats:
+            kind = {"f": VALUES, "b": FLAGS}.get(given.dtype.kind, NUMBERS)
+            table += [kind, given.ndim, *given.shape]
+            if kind == VALUES:
                 values.append(given.reshape(-1).astype(np.float32))
             else:
                 table += given.reshape(-1).astype(np.int64).tolist()

@@ -34,7 +34,8 @@ ROW = -1  # among the ids of an image: one row of the encoder's output
 SIZE: Size = (96, 64)  # of the image with which a processor is tried
 LARGER: Size = (1920, 1280)
 #: Outputs of a tokenizer, all others are the image's.
-OF_TEXT = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
+KINDS = "mm_token_type_ids"
+OF_TEXT = ("input_ids", "attention_mask", "token_type_ids", KINDS)
 FILES = (
     *("processor_config.json", "preprocessor_config.json", "tokenizer.json"),
     *("tokenizer_config.json", "special_tokens_map.json"),
@@ -45,6 +46,9 @@ VIDEOS = "video_processor"
 COUNTED = ((64, 64), (640, 480), (480, 640), (211, 37), (97, 1024), (1600, 900), (2048, 2048))
 #: Sizes whose texts, and whose counts of rows are cached.
 MOST, MOST_COUNTS = 4096, 1 << 17
+#: Heights that the library takes for the channels of an image with channels first
+#: (`transformers.image_utils.infer_channel_dimension_format`).
+CHANNELS = (1, 3)
 
 
 class Spelled(NamedTuple):
@@ -68,7 +72,7 @@ class _Recorder:
 
     def __call__(self, text: Any, **_: Any) -> Any:
         texts = [text] if isinstance(text, str) else list(text)
-        self.said.text = texts[0]
+        self.said.texts = texts
         ids = [[0] for _ in texts]
         return self._tokenizer.__class__.pad(self._tokenizer, {"input_ids": ids})
 
@@ -92,7 +96,10 @@ class LibraryProcessor:
         self._processor = self._loaded()
         tokenizer = getattr(self._processor, "tokenizer", None)
         if tokenizer is None:
-            raise self._refused("it has no tokenizer")
+            raise self._refused(
+                f"transformers finds a {type(self._processor).__name__} in its files, which is no"
+                " processor of texts with images"
+            )
         self._tokenizer, self._recorder = tokenizer, _Recorder(tokenizer)
         self._processor.tokenizer = self._recorder
         self._processor._check_special_mm_tokens = lambda *_, **__: None  # the recorder's ids
@@ -135,6 +142,7 @@ class LibraryProcessor:
         if len(self._row_counts) > MOST_COUNTS:
             self._row_counts.clear()
         if new := [size for size in dict.fromkeys(sizes) if size not in self._row_counts]:
+            _check_heights(new)
             try:
                 counts = self._counted(new)
             except Exception as error:
@@ -179,7 +187,7 @@ class LibraryProcessor:
         given = {
             **{name: torch.from_numpy(value) for name, value in self.blank(size).items()},
             "input_ids": torch.tensor([ids]),
-            "mm_token_type_ids": torch.tensor([[int(id_ == row) for id_ in ids]]),
+            KINDS: torch.tensor([[int(id_ == row) for id_ in ids]]),
             "attention_mask": torch.ones(1, len(ids), dtype=torch.int64),
         }
         base = self._base
@@ -211,13 +219,20 @@ class LibraryProcessor:
         return base
 
     def complete(self, size: Size) -> dict[str, Any]:
-        """Return all outputs, as the library passes them to its model, for a text of one image."""
+        """Return all outputs, as the library passes them to its model, for a text of one image.
+
+        Some classes ask for the kinds of the tokens though their processors leave them out.
+        """
         self._processor.tokenizer = self._tokenizer
+        kinds = KINDS in inspect.signature(self._base.forward).parameters
         try:
             with _on_host():
                 return dict(
                     self._processor(
-                        images=[_blank(size)], text=self.placeholder, return_tensors="pt"
+                        images=[_blank(size)],
+                        text=self.placeholder,
+                        return_tensors="pt",
+                        **({f"return_{KINDS}": True} if kinds else {}),
                     )
                 )
         except Exception as error:
@@ -236,19 +251,20 @@ class LibraryProcessor:
         ]
         # those that the template writes first
         texts = sorted(dict.fromkeys([*named, self._row]), key=lambda one: one not in str(template))
-        why = "it names none"
+        why = ""
         for text in texts:
             try:
                 said, _ = self._said(text, [_blank(SIZE)])
             except ValueError as error:
-                why = str(error)
+                why = why or str(error)
                 continue
             if self._row in said:
                 return text
-        raise self._refused(f"no text is replaced by an image's rows: {why}")
+        raise self._refused(f"no text is replaced by an image's rows: {why or 'it names none'}")
 
     def _spelled(self, size: Size) -> Spelled:
         """Return the tokens for an image of this size; ValueError if the processor refuses it."""
+        _check_heights([size])
         said, _ = self._said(self.placeholder, [_blank(size)])
         before, *inside, after = said.split(self._row)
         if not inside and said == before:
@@ -270,7 +286,10 @@ class LibraryProcessor:
         except Exception as error:  # classes of many authors raise anything
             raise ValueError(f"the processor refuses it: {_line(error)}") from None
         arrays = {name: np.asarray(value) for name, value in made.items() if name not in OF_TEXT}
-        return self._recorder.said.text, arrays
+        said, *others = self._recorder.said.texts
+        if others:
+            raise ValueError(f"the processor makes {1 + len(others)} texts of one")
+        return said, arrays
 
     def _check_several(self) -> None:
         """Raise SpecError unless images of a sample are prepared one by one."""
@@ -308,15 +327,22 @@ class LibraryProcessor:
                 install_command("generate"),
             ) from None
         except Exception as error:
+            files = self._files()
+            if not files.keys() & set(FILES[:2]):
+                raise self._refused(f"it holds neither {FILES[0]} nor {FILES[1]}") from None
+            if any("auto_map" in fields for fields in files.values()):
+                why = "its processor asks for code of its own (auto_map), which is never run"
+                raise self._refused(why) from None
             raise self._refused(_line(error)) from None
+
+    def _files(self) -> dict[str, dict[str, Any]]:
+        """Return the configurations of the processor and its parts, by the names of their files."""
+        there = (self.folder / name for name in FILES if name.endswith("_config.json"))
+        return {path.name: json.loads(path.read_text()) for path in there if path.is_file()}
 
     def _class_name(self) -> str | None:
         """Return the name of the processor's class that a file of the folder states."""
-        named = (
-            json.loads((self.folder / name).read_text()).get("processor_class")
-            for name in FILES
-            if (self.folder / name).is_file()
-        )
+        named = (fields.get("processor_class") for fields in self._files().values())
         return next((one for one in named if isinstance(one, str)), None)
 
     def _refused(self, why: str) -> SpecError:
@@ -383,6 +409,12 @@ def _on_host() -> Iterator[None]:
     modes = import_module("torch.utils._python_dispatch")
     with modes._disable_current_modes(), import_module("torch").device("cpu"):
         yield
+
+
+def _check_heights(sizes: Iterable[Size]) -> None:
+    """Raise ValueError for a size whose axis of channels the library would guess wrongly."""
+    if any(height in CHANNELS for _, height in sizes):
+        raise ValueError("its height would be taken for a number of channels")
 
 
 def _blank(size: Size) -> Any:

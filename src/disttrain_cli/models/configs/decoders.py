@@ -36,6 +36,7 @@ FAMILIES = {
     "stablelm": Family(),
     "nemotron": Family(),
     "lfm2": Family(norm="embedding_norm"),
+    "lfm3": Family(norm="embedding_norm"),
     "falcon_h1": Family(norm="final_layernorm"),
 }
 

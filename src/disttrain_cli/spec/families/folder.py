@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -157,16 +159,31 @@ def read_folder(path: Path) -> PublishedFolder:
     """Return the whole model in a folder (`model.folder`).
 
     Raises:
-        SpecError: there is none, or its family is not known.
+        SpecError: there is none, its family is not known, or it asks for code of its own.
     """
     file = path / CONFIG
     fields = parse_json(file, "model configuration", "Correct model.folder.")
+    given = fields if isinstance(fields, dict) else {}
+    if "auto_map" in given:
+        raise SpecError(
+            f"model.folder: {file} asks for code of its own (auto_map: {given['auto_map']})",
+            "code of a model's folder is never run",
+            "Use the folder of the model in the form of transformers' own class.",
+        )
     published = published_in(path)
     if published is not None:
         return published
-    kind = fields.get("model_type") if isinstance(fields, dict) else None
     raise SpecError(
-        f"model.folder: {file} is of an unknown family: model_type {kind!r}",
-        f"known: {', '.join(FAMILIES)}, and those that {call('models')} lists",
+        f"model.folder: {file} is of an unknown family: model_type {given.get('model_type')!r}",
+        newer_library(given)
+        or f"known: {', '.join(FAMILIES)}, and those that {call('models')} lists",
         "Set its modules one by one instead (model.modules), each with a folder.",
     )
+
+
+def newer_library(config: Fields) -> str | None:
+    """Return that a configuration was written by a newer transformers than the installed one."""
+    wrote, installed = str(config.get("transformers_version", "")), version("transformers")
+    if [*map(int, re.findall(r"\d+", wrote))][:2] <= [*map(int, re.findall(r"\d+", installed))][:2]:
+        return None
+    return f"it was written by transformers {wrote}, and {installed} is installed"

@@ -14,9 +14,8 @@ from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
-from disttrain_cli.errors import SpecError
 from disttrain_cli.spec.families.family import Family, Fields, Module
 
 TABLE = "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES"
@@ -58,7 +57,7 @@ def library_family(model_type: str) -> Family | None:
             ),
             "llm": Module("llm", "text_config", names={"model": llm, "lm_head": "lm_head"}),
         },
-        joins=_joins,
+        joins=lambda path, config: {"vision": {"projector": "none"}},  # the tower's own
         processor=_no_rule,
         image_processors=(),
         defaults={},
@@ -73,21 +72,6 @@ def default_image_token(model_type: str) -> int | None:
     made = import_module("transformers").CONFIG_MAPPING[model_type]
     given = getattr(made, "image_token_id", getattr(made, "image_token_index", None))
     return given if isinstance(given, int) else None
-
-
-def _joins(path: Path, config: Fields) -> dict[str, dict[str, Any]]:
-    """Return the projector: the tower's own.
-
-    Raises:
-        SpecError: the folder asks for code of its own.
-    """
-    if "auto_map" in config:
-        raise SpecError(
-            f"model.folder: {path} asks for code of its own (auto_map: {config['auto_map']})",
-            "code of a model's folder is never run",
-            "Use the folder of the model in the form of transformers' own class.",
-        )
-    return {"vision": {"projector": "none"}}
 
 
 def _no_rule(path: Path, fields: Fields) -> NoReturn:
