@@ -651,7 +651,11 @@ FAMILIES: dict[str, Tiny] = {
             "vocab_size": 40,
         },
         QWEN2,
-        {"hidden_size": 48, "vocab_size": 400},
+        {
+            "hidden_size": 48,
+            "vocab_size": 400,
+            "visual_indicator_token_ids": list(range(305, 310)),
+        },
     ),
     "qwen3_5": Tiny("Qwen3_5", QWEN3_VL, QWEN3_VIT, LINEAR, IDS),
     "qwen3_5_moe": Tiny(

@@ -213,12 +213,17 @@ class _Table(nn.Module):
 class _Outputs:
     """Outputs of a stand-in for a tower; any other than these is NaN, which no LLM may read."""
 
-    def __init__(self, **outputs: Any) -> None:
-        self.__dict__.update(outputs)
+    def __init__(self, others: set[str], **outputs: Any) -> None:
+        """
+        Args:
+            others: gets the names of other outputs that are read.
+        """
+        self.__dict__ |= {"_others": others} | outputs
 
     def __getattr__(self, name: str) -> Tensor:
         if name.startswith("__"):
             raise AttributeError(name)
+        self._others.add(name)
         return torch.tensor(torch.nan)
 
 
@@ -276,10 +281,10 @@ def glue_of(config: Any, given: Mapping[str, Tensor], image_token: int) -> Glue:
         yield features[None]
         yield features
 
-    why = ""
+    why, others = "", set[str]()
     for form in forms():
         calls.clear()
-        base.__dict__[FEATURES] = partial(_features, calls, form, levels, names)
+        base.__dict__[FEATURES] = partial(_features, calls, others, form, levels, names)
         try:
             with torch.no_grad():
                 whole.model(**given)
@@ -291,6 +296,8 @@ def glue_of(config: Any, given: Mapping[str, Tensor], image_token: int) -> Glue:
             return _glue(kind, calls, given)._replace(positions=positions, levels=len(deep))
         except Exception as error:  # other forms of the features fail in any way
             why = why or f"{type(error).__name__}: {' '.join(str(error).split())}"
+    if others:
+        why = f"it reads {', '.join(sorted(others))} of the tower"
     raise refused(kind, f"its forward does not reach the LLM: {why}")
 
 
@@ -300,6 +307,7 @@ def _arguments(base: Any) -> tuple[str, ...]:
 
 def _features(
     calls: list[dict[str, Any]],
+    others: set[str],
     form: Any,
     levels: int,
     names: tuple[str, ...],
@@ -308,7 +316,7 @@ def _features(
 ) -> Any:
     calls.append(dict(zip(names, args, strict=False)) | kwargs)
     deep = [tree_map_only(Tensor, partial(torch.add, other=-n), form) for n in range(levels)]
-    return _Outputs(pooler_output=form, **{DEEP: deep or None})
+    return _Outputs(others, pooler_output=form, **{DEEP: deep or None})
 
 
 def _glue(kind: str, calls: list[dict[str, Any]], given: Mapping[str, Tensor]) -> Glue:

@@ -12,7 +12,7 @@ import hashlib
 import inspect
 import json
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, cached_property, lru_cache
 from importlib import import_module
