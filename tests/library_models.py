@@ -326,7 +326,7 @@ def omni(name: str = "Qwen2_5Omni") -> Any:
     return getattr(transformers, f"{name}Processor")(
         transformers.Qwen2VLImageProcessor(**sizes, merge_size=2),
         transformers.Qwen2VLVideoProcessor(),
-        transformers.WhisperFeatureExtractor(),
+        transformers.WhisperFeatureExtractor(feature_size=16),
         words,
         chat_template=words.chat_template,
     )
@@ -377,6 +377,7 @@ PINPOINTS = [[32, 64], [64, 32]]
 #: Ids in the configurations that no processor writes for an image.
 VIDEO = {"video_token_id": 391}
 IDS = VIDEO | {"vision_start_token_id": 392, "vision_end_token_id": 393}
+AUDIO_IDS = {f"audio_{one}token_id": 394 for one in ("", "start_", "end_")}
 GLM_IDS = VIDEO | {
     f"{item}_{end}_token_id": 392 for item in ("image", "video") for end in ("start", "end")
 }
@@ -766,14 +767,14 @@ FAMILIES: dict[str, Tiny] = {
         omni,
         WINDOWED_VIT,
         LLM | SECTIONS,
-        IDS | {"audio_config": AUDIO, "audio_token_id": 394},
+        IDS | {"audio_config": AUDIO} | AUDIO_IDS,
     ),
     "qwen3_omni_moe_thinker": Tiny(
         "Qwen3OmniMoeThinker",
         partial(omni, "Qwen3OmniMoe"),
         DEEP_VIT,
         HEADS | SECTIONS | EXPERTS,
-        IDS | {"audio_config": AUDIO | {"downsample_hidden_size": 16}, "audio_token_id": 394},
+        IDS | {"audio_config": AUDIO | {"downsample_hidden_size": 16}} | AUDIO_IDS,
     ),
     "cohere_compass": Tiny(
         "CohereCompass",
@@ -843,6 +844,17 @@ TRAINED = [
 ]
 
 
+#: Fields of a configuration with ids of tokens that some processors name.
+TOKENS = {
+    "video_token_id": "video_token",
+    "audio_token_id": "audio_token",
+    "vision_start_token_id": "vision_bos_token",
+    "vision_end_token_id": "vision_eos_token",
+    "audio_start_token_id": "audio_bos_token",
+    "audio_end_token_id": "audio_eos_token",
+}
+
+
 def write(folder: Path, family: str) -> tuple[Any, Any]:
     """Write a folder of a family; return its model and its processor."""
     import transformers
@@ -862,6 +874,11 @@ def write(folder: Path, family: str) -> tuple[Any, Any]:
     )
     row = next(one for one in rows if one in words.get_vocab())
     fields = {"tie_word_embeddings": False} | (tiny.fields or {})
+    fields |= {
+        field: words.convert_tokens_to_ids(token)
+        for field, name in TOKENS.items()
+        if field in fields and (token := getattr(processor, name, None)) in words.get_vocab()
+    }
     config = getattr(transformers, f"{tiny.prefix}Config")(
         vision_config=tiny.vision,
         text_config=tiny.text,

@@ -146,7 +146,7 @@ def _model_fields(path: Path, config: object) -> Template:
     from disttrain_cli.spec.suggestions import closest
 
     kind = str(config.get("model_type")) if isinstance(config, dict) else ""
-    if family_of(kind) is not None:
+    if isinstance(config, dict) and family_of(config) is not None:
         return Template(
             "  folder: $folder\n"
             "  # trained: [projectors, llm]  # to leave the vision tower as it is"

@@ -160,6 +160,17 @@ class SequencePlan:
             known[file] = head.video.times(Film(*index.numbers[segment].tolist()))
         return known[file][part]
 
+    def _row_id(self, item: str, segment: int, tokenizer: Tokenizer) -> int:
+        """Return the id of the rows of an item."""
+        head = next(iter(self.inputs.of(item)), None)
+        if head is not None and head.packed:
+            own = head.row_id(self.index.numbers_of(int(self.segments[segment])))
+            assert own is not None
+            return own
+        if item == "target":
+            return tokenizer.context
+        return tokenizer.video if self.films[segment] else tokenizer.image
+
     def token_ids(self, tokenizer: Tokenizer, read_texts: ReadTexts) -> tuple[Ints, Ints]:
         """Return (ids, labels), each [L]."""
         ids = np.full(self.length, tokenizer.pad, dtype=np.int64)
@@ -172,10 +183,9 @@ class SequencePlan:
             self.end_trained[own],
         )
         for item, kind in KINDS.items():
-            films = self.films[self.kinds == kind].tolist()
-            for places, film in zip(self.rows(kind), films, strict=True):
-                read = tokenizer.video if film else tokenizer.image
-                ids[places.seen] = tokenizer.context if item == "target" else read
+            segments = np.flatnonzero(self.kinds == kind).tolist()
+            for places, segment in zip(self.rows(kind), segments, strict=True):
+                ids[places.seen] = self._row_id(item, segment, tokenizer)
         for first, given in self._fixed():
             inside = ids[first : first + len(given)]
             inside[given >= 0] = given[given >= 0]

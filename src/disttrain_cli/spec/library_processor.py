@@ -1,6 +1,6 @@
-"""Processor of a published folder as the library runs it: inputs of an image, and the text for it.
+"""Processor of a published folder as the library runs it: inputs of a file, and the text for it.
 
-The text depends on the image's size alone, so that it is taken from a blank image while indexing.
+The text depends on the file's size alone, so that it is taken from a blank one while indexing.
 Classes of the installed library only: code in the folder is never run. The library, which needs
 torch for it, is imported when a processor is first used: folders of families that are known here by
 their rules do without.
@@ -20,8 +20,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from disttrain_cli.errors import SpecError
-from disttrain_cli.spec.cutting import Size
 from disttrain_cli.spec.extras import install_command
+from disttrain_cli.spec.heads import Numbers
+from disttrain_cli.spec.library_calls import RATE_HZ, AudioCall, Call, VideoCall
+from disttrain_cli.spec.video_processor import Film
 
 if TYPE_CHECKING:
     import numpy as np
@@ -29,10 +31,8 @@ if TYPE_CHECKING:
 
     Inputs = Mapping[str, NDArray[Any]]
 
-ROW = -1  # among the ids of an image: one row of the encoder's output
-SIZE: Size = (96, 64)  # of the image with which a processor is tried
-LARGER: Size = (1920, 1280)
-#: Outputs of a tokenizer, all others are the image's.
+ROW = -1  # among the ids of a file: one row of the encoder's output
+#: Outputs of a tokenizer, all others are the file's.
 OF_TEXT = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
 FILES = (
     *("processor_config.json", "preprocessor_config.json", "tokenizer.json"),
@@ -40,13 +40,17 @@ FILES = (
 )
 MERGE = "spatial_merge_size"
 VIDEOS = "video_processor"
-#: Sizes for which a processor's own count is compared with its texts.
-COUNTED = ((64, 64), (640, 480), (480, 640), (211, 37), (97, 1024), (1600, 900), (2048, 2048))
+#: Field of an Omni's configuration with that of its part that reads and writes texts.
+THINKER = "thinker_config"
+#: Outputs of a clip with as many columns as its features: a model reads those that are set.
+MASK, FEATURES = "feature_attention_mask", "input_features"
+#: Arguments of positions under another name than the processor's output.
+OF_POSITIONS = {"second_per_grids": "video_second_per_grid"}
 MOST = 4096  # sizes whose texts are cached
 
 
 class Spelled(NamedTuple):
-    """Tokens that replace the placeholder of an image."""
+    """Tokens that replace the placeholder of a file."""
 
     before: str  # text before the first row
     ids: tuple[int, ...]  # from the first row to the last, `ROW` for each
@@ -78,62 +82,99 @@ class _Recorder:
 
 
 class LibraryProcessor:
-    """Processor of a folder whose images' rows have the token `image_token`."""
+    """Processor of a folder, for files of one type whose rows have the token `row`."""
 
-    def __init__(self, folder: Path, image_token: int) -> None:
+    def __init__(self, folder: Path, row: int, call: Call) -> None:
         """
         Raises:
-            SpecError: the library cannot load it, or it writes images in a form that cannot be
+            SpecError: the library cannot load it, or it writes files in a form that cannot be
                 mapped to rows.
         """
-        self.folder, self.row = folder, image_token
+        self.folder, self.row, self.call = folder, row, call
         self._processor = self._loaded()
         tokenizer = getattr(self._processor, "tokenizer", None)
         if tokenizer is None:
             raise self._refused("it has no tokenizer")
+        self._check_call()
         self._tokenizer, self._recorder = tokenizer, _Recorder(tokenizer)
         self._processor.tokenizer = self._recorder
         self._processor._check_special_mm_tokens = lambda *_, **__: None  # the recorder's ids
-        self._row = tokenizer.convert_ids_to_tokens(image_token)
+        self._row = tokenizer.convert_ids_to_tokens(row)
         if not isinstance(self._row, str):
-            raise self._refused(
-                f"the tokenizer has no token {image_token}, the model's image token"
-            )
+            raise self._refused(f"the tokenizer has no token {row}, the model's {call.media} token")
         self.spelled = lru_cache(MOST)(self._quickly_spelled)
         self.turned = lru_cache(MOST)(self.positions)
         self._check_several()
 
-    def inputs(self, pixels: NDArray[np.uint8]) -> Inputs:
-        """Return the model's inputs for an image [H, W, RGB].
+    def inputs(self, content: Any) -> Inputs:
+        """Return the model's inputs for a file's content (`library_calls`).
 
         Raises:
-            ValueError: the processor refuses the image; the message has the reason.
+            ValueError: the processor refuses it; the message has the reason.
         """
-        return self._said(self.placeholder, [import_module("PIL.Image").fromarray(pixels)])[1]
+        return self._said(self.placeholder, [content])[1]
 
-    def blank(self, size: Size) -> Inputs:
-        """Return the model's inputs for a black image."""
-        return self._said(self.placeholder, [_blank(size)])[1]
+    def blank(self, numbers: Numbers) -> Inputs:
+        """Return the model's inputs for a blank file of this size."""
+        return self.inputs(self._blank(numbers))
 
-    def _quickly_spelled(self, size: Size) -> Spelled:
-        """Return the tokens for an image of this size; ValueError if the processor refuses it.
+    def frames(self, film: Film) -> list[int]:
+        """Return the numbers of a video's frames that are sampled."""
+        assert isinstance(self.call, VideoCall)
+        return self.call.frames(self._processor, film)
+
+    def misfit(self, numbers: Numbers) -> str | None:
+        """Return why a file of this size is not read; None if it is."""
+        if isinstance(self.call, AudioCall):
+            longest_ms = self.call.longest_ms(self._processor)
+            if numbers[0] > longest_ms:
+                return (
+                    f"a clip of {numbers[0] / 1e3:.1f} s, longer than the processor's limit of"
+                    f" {longest_ms / 1e3:g} s"
+                )
+        try:
+            self.spelled(numbers)
+        except ValueError as error:
+            return str(error)
+        return None
+
+    def _blank(self, numbers: Numbers) -> Any:
+        return self.call.blank(self._processor, numbers)
+
+    def _check_call(self) -> None:
+        """Raise SpecError if the processor takes no such files, or not as they are read here."""
+        own, media = self._processor, self.call.media
+        if media == "video" and getattr(own, "video_processor", None) is None:
+            if import_module("transformers").utils.is_torchvision_available():
+                raise self._refused("it has no video processor")
+            raise self._needs_torchvision("video")
+        if media == "video" and getattr(own, "load_audio_from_video", False):
+            raise self._refused("load_audio_from_video: sound of videos is not read")
+        if media == "audio":
+            extractor = getattr(own, "feature_extractor", None)
+            rate = getattr(extractor, "sampling_rate", RATE_HZ)
+            if rate != RATE_HZ:
+                raise self._refused(f"sampling_rate {rate}: clips are read at {RATE_HZ} per second")
+
+    def _quickly_spelled(self, numbers: Numbers) -> Spelled:
+        """Return the tokens for a file of this size; ValueError if the processor refuses it.
 
         By the processor's own count of rows where it agrees with what it writes: a distribution
-        has thousands of sizes, and each text costs a blank image.
+        has thousands of sizes, and each text costs a blank file.
         """
         if self._same is None:
-            return self._spelled(size)
+            return self._spelled(numbers)
         try:
-            return self._same._replace(ids=(ROW,) * self._counted(size))
+            return self._same._replace(ids=(ROW,) * self._counted(numbers))
         except Exception as error:
             raise ValueError(f"the processor refuses it: {_line(error)}") from None
 
     @cached_property
     def _same(self) -> Spelled | None:
-        """Text around any image, if the processor counts rows and writes nothing between them."""
+        """Text around any file, if the processor counts rows and writes nothing between them."""
         try:
-            texts = [self._spelled(size) for size in COUNTED]
-            counts = [self._counted(size) for size in COUNTED]
+            texts = [self._spelled(numbers) for numbers in self.call.counted]
+            counts = [self._counted(numbers) for numbers in self.call.counted]
         except Exception:  # it counts none, or in another form
             return None
         first = texts[0]
@@ -143,31 +184,31 @@ class LibraryProcessor:
         )
         return first if same else None
 
-    def _counted(self, size: Size) -> int:
-        made = self._processor._get_num_multimodal_tokens(image_sizes=[size[::-1]])
-        return int(made.num_image_tokens[0])
+    def _counted(self, numbers: Numbers) -> int:
+        return self.call.count(self._processor, numbers)
 
-    def positions(self, size: Size) -> NDArray[np.int64]:
-        """Return [3, tokens] M-RoPE positions of an image's tokens, from those of its first.
+    def positions(self, numbers: Numbers) -> NDArray[np.int64]:
+        """Return [3, tokens] M-RoPE positions of a file's tokens, from those of its first.
 
         Raises:
             SpecError: the class computes them in another form, or the next token's do not follow.
         """
         import numpy as np
 
-        torch, one = import_module("torch"), self.spelled(size)
+        torch, one = import_module("torch"), self.spelled(numbers)
         before, after = (
             self._tokenizer(text, add_special_tokens=False)["input_ids"]
-            for text in (one.before, f"{one.after} a")
+            for text in (self.around[0] + one.before, f"{one.after}{self.around[1]} a")
         )
         row = self.row
         ids = [*before, *(row if id_ == ROW else id_ for id_ in one.ids), *after]
         given = {
-            **{name: torch.from_numpy(value) for name, value in self.blank(size).items()},
+            **{name: torch.from_numpy(value) for name, value in self.blank(numbers).items()},
             "input_ids": torch.tensor([ids]),
-            "mm_token_type_ids": torch.tensor([[int(id_ == row) for id_ in ids]]),
+            "mm_token_type_ids": torch.tensor([[self.call.number * (id_ == row) for id_ in ids]]),
             "attention_mask": torch.ones(1, len(ids), dtype=torch.int64),
         }
+        given |= {name: given[own] for name, own in OF_POSITIONS.items() if own in given}
         base = self._base
         names = inspect.signature(base.get_rope_index).parameters
         try:
@@ -180,7 +221,7 @@ class LibraryProcessor:
         inside = found[:, len(before) :][:, : len(one.ids)]
         first, following = inside[0, 0], found[:, len(before) + len(one.ids)]
         if (inside[:, 0] != first).any() or (following != inside.max() + 1).any():
-            raise self._refused("positions after an image do not follow its largest one")
+            raise self._refused(f"positions after {self.call.media}s do not follow the largest one")
         return np.asarray(inside - first, dtype=np.int64)
 
     @cached_property
@@ -188,6 +229,7 @@ class LibraryProcessor:
         """The base model's class with a configuration alone."""
         transformers = import_module("transformers")
         config = transformers.AutoConfig.from_pretrained(str(self.folder), local_files_only=True)
+        config = getattr(config, THINKER, config)
         made = transformers.MODEL_MAPPING[type(config)]
         base = made.__new__(made)
         import_module("torch.nn").Module.__init__(base)
@@ -196,14 +238,15 @@ class LibraryProcessor:
             setattr(base, MERGE, getattr(config.vision_config, MERGE))
         return base
 
-    def complete(self, size: Size) -> dict[str, Any]:
-        """Return all outputs, as the library passes them to its model, for a text of one image."""
+    def complete(self, numbers: Numbers) -> dict[str, Any]:
+        """Return all outputs, as the library passes them to its model, for a text of one file."""
         self._processor.tokenizer = self._tokenizer
         try:
             with import_module("torch").device("cpu"):
+                arguments = self.call.arguments([self._blank(numbers)])
                 return dict(
                     self._processor(
-                        images=[_blank(size)], text=self.placeholder, return_tensors="pt"
+                        **arguments, text=self.placeholder.join(self.around), return_tensors="pt"
                     )
                 )
         except Exception as error:
@@ -212,8 +255,19 @@ class LibraryProcessor:
             self._processor.tokenizer = self._recorder
 
     @cached_property
+    def around(self) -> tuple[str, str]:
+        """Texts that the chat template writes around a placeholder; some positions need them."""
+        turn = {"role": "user", "content": [{"type": self.call.media}]}
+        try:
+            said = self._processor.apply_chat_template([turn], tokenize=False)
+        except Exception:  # a template is anyone's program
+            return "", ""
+        before, found, after = said.partition(self.placeholder)
+        return (before, after) if found and self.placeholder not in after else ("", "")
+
+    @cached_property
     def placeholder(self) -> str:
-        """Text that a chat template writes for an image, and that the processor replaces."""
+        """Text that a chat template writes for a file, and that the processor replaces."""
         template = self._processor.chat_template or self._tokenizer.chat_template or ""
         named = [
             value
@@ -225,20 +279,20 @@ class LibraryProcessor:
         why = "it names none"
         for text in texts:
             try:
-                said, _ = self._said(text, [_blank(SIZE)])
+                said, _ = self._said(text, [self._blank(self.call.sizes[0])])
             except ValueError as error:
                 why = str(error)
                 continue
             if self._row in said:
                 return text
-        raise self._refused(f"no text is replaced by an image's rows: {why}")
+        raise self._refused(f"no text is replaced by the rows of {self.call.media}s: {why}")
 
-    def _spelled(self, size: Size) -> Spelled:
-        """Return the tokens for an image of this size; ValueError if the processor refuses it."""
-        said, _ = self._said(self.placeholder, [_blank(size)])
+    def _spelled(self, numbers: Numbers) -> Spelled:
+        """Return the tokens for a file of this size; ValueError if the processor refuses it."""
+        said, _ = self._said(self.placeholder, [self._blank(numbers)])
         before, *inside, after = said.split(self._row)
         if not inside and said == before:
-            raise ValueError("the processor writes no rows for an image of this size")
+            raise ValueError("the processor writes no rows for one of this size")
         ids = [ROW]
         for text in inside:
             if text:
@@ -246,35 +300,38 @@ class LibraryProcessor:
             ids.append(ROW)
         return Spelled(before, tuple(ids), after)
 
-    def _said(self, text: str, images: Sequence[Any]) -> tuple[str, Inputs]:
-        """Return the text as the processor completes it, and the inputs of the images."""
+    def _said(self, text: str, contents: Sequence[Any]) -> tuple[str, Inputs]:
+        """Return the text as the processor completes it, and the inputs of the files."""
         import numpy as np
 
+        arguments = self.call.arguments(contents)
         try:
             with import_module("torch").device("cpu"):  # models are built in another context
-                made = self._processor(images=list(images), text=text, return_tensors="pt")
+                made = self._processor(**arguments, text=text, return_tensors="pt")
         except Exception as error:  # classes of many authors raise anything
             raise ValueError(f"the processor refuses it: {_line(error)}") from None
         arrays = {name: np.asarray(value) for name, value in made.items() if name not in OF_TEXT}
-        return self._recorder.said.text, arrays
+        return self._recorder.said.text, _trimmed(arrays) if len(contents) == 1 else arrays
 
     def _check_several(self) -> None:
-        """Raise SpecError unless images of a sample are prepared one by one."""
+        """Raise SpecError unless files of a sample are prepared one by one."""
         import numpy as np
 
-        text, image = self.placeholder, _blank(SIZE)
+        text, image = self.placeholder, self._blank(self.call.sizes[0])
         for between in ("", "\n"):
             try:
                 one, alone = self._said(text, [image])
                 two, both = self._said(between.join([text, text]), [image, image])
             except ValueError as error:
-                raise self._refused(f"two images in a text: {error}") from None
+                raise self._refused(f"two {self.call.media}s in a text: {error}") from None
             if two != between.join([one, one]):
-                raise self._refused("the text that it writes for an image depends on the others")
+                raise self._refused(f"the text that it writes for an {self.call.media} depends on the others")
         for name, value in alone.items():
+            if name in (MASK, FEATURES) and MASK in alone:  # cut to a clip's own columns
+                continue
             flat = both[name].reshape(-1)
             if not np.array_equal(flat, np.concatenate([value.reshape(-1)] * 2)):
-                raise self._refused(f"{name} of an image depends on the others of a sample")
+                raise self._refused(f"{name} of an {self.call.media} depends on the others of a sample")
 
     def _loaded(self) -> Any:
         try:
@@ -288,11 +345,7 @@ class LibraryProcessor:
         except ModuleNotFoundError as error:
             if error.name != "torchvision":
                 raise self._refused(_line(error)) from None
-            raise SpecError(
-                f"{self.folder}: the processor needs torchvision (model.folder)",
-                "its class in transformers imports it for any image",
-                install_command("generate"),
-            ) from None
+            raise self._needs_torchvision("image") from None
         except Exception as error:
             raise self._refused(_line(error)) from None
 
@@ -304,6 +357,13 @@ class LibraryProcessor:
             if (self.folder / name).is_file()
         )
         return next((one for one in named if isinstance(one, str)), None)
+
+    def _needs_torchvision(self, media: str) -> SpecError:
+        return SpecError(
+            f"{self.folder}: the processor needs torchvision (model.folder)",
+            f"its class in transformers imports it for any {media}",
+            install_command("generate"),
+        )
 
     def _refused(self, why: str) -> SpecError:
         return SpecError(
@@ -349,9 +409,17 @@ def _without_videos(name: str | None) -> Any:
 
 
 @cache
-def library_processor(folder: Path, image_token: int) -> LibraryProcessor:
-    """Return a folder's processor, loaded once per process."""
-    return LibraryProcessor(folder, image_token)
+def library_processor(folder: Path, row: int, call: Call) -> LibraryProcessor:
+    """Return a folder's processor for files of one type, loaded once per process."""
+    return LibraryProcessor(folder, row, call)
+
+
+def _trimmed(inputs: Inputs) -> Inputs:
+    """Return a clip's inputs without the columns that its mask excludes, up to minutes of them."""
+    if MASK not in inputs:
+        return inputs
+    columns = int(inputs[MASK].sum())
+    return {**inputs, **{name: inputs[name][..., :columns] for name in (MASK, FEATURES)}}
 
 
 def digest_of(folder: Path) -> str:
@@ -361,10 +429,6 @@ def digest_of(folder: Path) -> str:
         if (folder / name).is_file():
             content.update(name.encode() + (folder / name).read_bytes())
     return content.hexdigest()[:16]
-
-
-def _blank(size: Size) -> Any:
-    return import_module("PIL.Image").new("RGB", size)
 
 
 def _line(error: Exception) -> str:

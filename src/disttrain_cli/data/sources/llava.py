@@ -56,7 +56,7 @@ from disttrain_cli.data.sources.samples import (
 )
 from disttrain_cli.data.sources.turn_forms import SPOKEN, TURNS, with_turns
 from disttrain_cli.spec.heads import Numbers
-from disttrain_cli.spec.index import IMAGE, TEXT
+from disttrain_cli.spec.index import TEXT
 from disttrain_cli.spec.runfile.data import URL, is_url
 
 HEAD_BYTES = 64  # of a file, which usually show if it is a list
@@ -276,7 +276,7 @@ def _segments(record: Record, folder: str, chat: ChatForm | None) -> list[Segmen
             continue
         image += part.part == 0
         size, numbers = measured(part.value)
-        segments.append(file_segment(IMAGE, Location(image, size), numbers, part))
+        segments.append(file_segment(part.kind, Location(image, size), numbers, part))
     return segments
 
 

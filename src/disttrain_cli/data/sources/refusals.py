@@ -28,8 +28,8 @@ ON_PROMPTS = ("train_on_prompt", "train_on_prompts", "train_on_input", "train_on
 PREFERENCES = ("chosen", "rejected", "preferred_", "non_preferred_")
 #: True or false: the answer is a good one (KTO).
 DESIRED = ("label", "kto_tag", "desirable", "is_desirable", "chosen", "rejected")
-CLIPS = ("audio", "audios", "sound", "sounds")
-MEDIA_OF_TURNS = ("image", "images", "video", "videos", *CLIPS)
+CLIPS = ("sound", "sounds")
+MEDIA_OF_TURNS = ("image", "images", "video", "videos", "audio", "audios", *CLIPS)
 #: Marks in texts that ms-swift replaces with the contents of `objects`.
 OBJECTS, OBJECT_MARKS = "objects", ("<ref-object>", "<bbox>")
 #: Keys of a turn, or of one with both sides.
@@ -209,7 +209,7 @@ def _check_clips(record: Mapping[str, Any]) -> None:
     """Raise ValueError if a record names clips."""
     for key in CLIPS:
         if says(record.get(key)):
-            raise ValueError(f"`{key}`: audio is not read from records")
+            raise ValueError(f"`{key}`: clips are read from `audio`")
 
 
 def _check_preferences(record: Mapping[str, Any]) -> None:

@@ -410,12 +410,12 @@ def _segments(
             (
                 text_segment(part, place)
                 if part.kind == TEXT
-                else _file(IMAGE, _media(part), by_name.find(part.value, described.name))
+                else _file(part.kind, _media(part), by_name.find(part.value, described.name))
             )
             for part in written
         ]
         used = [by_name.find(name, described.name) for name in names]
-        sounds = [(name, one) for name, one in first.items() if name not in PICTURES]
+        sounds = [(name, one) for name, one in first.items() if name not in PICTURES and one not in used]
         at = int(written[0].kind == IMAGE and _media(written[0]) == "image")
         segments[at:at] = [_file(KINDS[MEDIA[name].item], name, one) for name, one in sounds]
         used += [one for _, one in sounds]
