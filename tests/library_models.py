@@ -321,11 +321,19 @@ def omni(name: str = "Qwen2_5Omni") -> Any:
     named = {f"{part}_token": f"<{part}>" for part in ("image", "video", "audio", *OMNI)}
     words = words_of(tuple(named.values())[1:], "<image>", **named)
     around = "<vision_bos><image><vision_eos>"
-    words.chat_template = words.chat_template.replace("<image>", around)
-    sizes = {"size": {"shortest_edge": 256, "longest_edge": 4096}, "patch_size": 4}
+    words.chat_template = words.chat_template.replace(
+        "<image>",
+        around
+        + "".join(
+            f"{{% elif part['type'] == '{media}' %}}<{start}_bos><{media}><{start}_eos>"
+            for media, start in (("video", "vision"), ("audio", "audio"))
+        ),
+    )
+    # its class sets the least pixels of a video's frame: 128 tokens of this patch
+    sizes = {"size": {"shortest_edge": 28**2, "longest_edge": 64**2}, "patch_size": 14}
     return getattr(transformers, f"{name}Processor")(
         transformers.Qwen2VLImageProcessor(**sizes, merge_size=2),
-        transformers.Qwen2VLVideoProcessor(),
+        transformers.Qwen2VLVideoProcessor(**sizes, merge_size=2, cap_pixels_per_frame=False),
         transformers.WhisperFeatureExtractor(feature_size=16),
         words,
         chat_template=words.chat_template,
@@ -765,14 +773,14 @@ FAMILIES: dict[str, Tiny] = {
     "qwen2_5_omni_thinker": Tiny(
         "Qwen2_5OmniThinker",
         omni,
-        WINDOWED_VIT,
+        WINDOWED_VIT | {"patch_size": 14, "window_size": 56},
         LLM | SECTIONS,
         IDS | {"audio_config": AUDIO} | AUDIO_IDS,
     ),
     "qwen3_omni_moe_thinker": Tiny(
         "Qwen3OmniMoeThinker",
         partial(omni, "Qwen3OmniMoe"),
-        DEEP_VIT,
+        DEEP_VIT | {"patch_size": 14},
         HEADS | SECTIONS | EXPERTS,
         IDS | {"audio_config": AUDIO | {"downsample_hidden_size": 16}} | AUDIO_IDS,
     ),
@@ -831,8 +839,8 @@ FAST = (
 #: Families that are refused, and why.
 REFUSED = {
     "cosmos3_edge": "mm_token_type_ids",
-    "minicpmv4_7": "positions after an image do not follow its largest one",
-    "idefics2": "the text that it writes for an image depends on the others",
+    "minicpmv4_7": "positions after images do not follow the largest one",
+    "idefics2": "the text that it writes for a file depends on the others",
     "ovis2": "visual_indicator_features",
 }
 

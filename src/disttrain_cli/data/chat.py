@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from functools import cached_property
 from itertools import groupby
@@ -53,6 +53,8 @@ ASKED = "What?"  # a user's message in conversations that probe the template
 #: Keys of an assistant's reasoning, the standard one first; templates read the first two.
 REASONING = ("reasoning_content", "thinking", "reasoning")
 Span = tuple[int, int]  # (first, last + 1) character
+#: What a mark stands for, in messages.
+PLACED = {MARK: "an image", FILM: "a video", SOUND: "a clip"}
 IMAGE_ROW = -1  # among token ids: an image placeholder
 
 
@@ -178,7 +180,7 @@ class Chat:
         said = "".join(turn.said for turn in turns)
         for mark, own in self._row_tokens.items():
             if own and own in MARKS.sub("", said):
-                raise ValueError(f"a text contains {own}, the placeholder of {MEDIA_OF_MARK[mark]}s")
+                raise ValueError(f"a text contains {own}, the placeholder of {PLACED[mark]}")
         messages = [self._message(turn) for turn in turns]
         text, spans = self._template.render_marked(messages, prompt)
         for mark, placeholder in self._placeholders.items():
@@ -190,7 +192,7 @@ class Chat:
         marks_of = {own: mark for mark, own in self._placeholders.items()}
         found = re.findall("|".join(map(re.escape, marks_of)), text)
         if [marks_of[own] for own in found] != MARKS.findall(said):
-            raise ValueError("the chat template writes images, videos or clips in a different order")
+            raise ValueError("the chat template writes files in a different order")
         spans = spans if self._template.marks else self._answers(messages, text)
         spans = _trained(turns, spans)
         around = around or [ALONE] * len(MARKS.findall(said))

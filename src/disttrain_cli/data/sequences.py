@@ -80,9 +80,9 @@ class SequencePlan:
         """Return the rows in the LLM of the parts of a file."""
         if not len(parts):
             return []
-        assert self.index.numbers is not None
-        first, numbers = self.segment_at[parts[0]], self.index.numbers[self.segments[parts[0]]]
-        placed = head.places(tuple(numbers.tolist()), len(parts))
+        first = self.segment_at[parts[0]]
+        numbers = self.index.numbers_of(int(self.segments[parts[0]]))
+        placed = head.places(numbers, len(parts))
         if placed is None:
             return [self._run(segment) for segment in parts.tolist()]
         return [own.moved(first) for own in placed]
@@ -117,22 +117,22 @@ class SequencePlan:
         if self.inputs.positions == "1d":
             return ranges(np.zeros(len(self.samples), dtype=np.int64), self.sample_tokens)
         grids, made = self._image_grids(), []
-        places = np.array([place for place, _ in grids], dtype=np.int64)
+        places = np.array([grid[0] for grid in grids], dtype=np.int64)
         for first, count in zip(self.sample_at, self.sample_tokens, strict=True):
             inside = np.flatnonzero((first <= places) & (places < first + count)).tolist()
-            of_sample = [(grids[at][0] - int(first), grids[at][1]) for at in inside]
+            of_sample = [(grids[at][0] - int(first), *grids[at][1:]) for at in inside]
             made.append(sample_positions(self.inputs.positions, int(count), of_sample))
         return np.concatenate(made, axis=1)
 
-    def _image_grids(self) -> list[tuple[int, Ints]]:
-        """Return (index of the first token, positions) of each image grid (`joined_in_time`)."""
+    def _image_grids(self) -> list[tuple[int, Ints, *tuple[int, ...]]]:
+        """Return each image grid, as `sample_positions` reads it."""
         head, times = next(iter(self.inputs.of("image")), None), dict[int, list[int]]()
         items = np.flatnonzero(self.kinds == ImageInput.kind).tolist()
         if isinstance(head, LibraryImages):
             return [
                 (
                     int(self.segment_at[at]),
-                    head.positions(self.index.numbers_of(int(self.segments[at]))),
+                    *head.positions(self.index.numbers_of(int(self.segments[at]))),
                 )
                 for at in items
             ]

@@ -5,8 +5,9 @@ Their rows come from the library's `get_image_features`, `get_video_features` an
 forward with stand-ins for LLM and tower (`Glue`): a family whose rows are anything but the input of
 the LLM at the places of its tokens is refused by name.
 
-The layer holds all of the model's base class but the LLM, and but the other tower. Its buffers are computed for real though
-its weights are built on the meta device, and are no state: a cast to bf16 would degrade them.
+The layer holds all of the model's base class but the LLM, and but the other tower. Its buffers are
+computed for real though its weights are built on the meta device, and are no state: a cast to bf16
+would degrade them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -706,9 +706,7 @@ def _of_folder(published: PublishedFolder) -> dict[str, Any]:
     return {"folder": str(folder), "digest": digest_of(folder), "inputs": ("",)}
 
 
-def _videos(
-    run: Run, published: PublishedFolder, module: ModuleConfig
-) -> LibraryVideos | None:
+def _videos(run: Run, published: PublishedFolder, module: ModuleConfig) -> LibraryVideos | None:
     asked = run.file.data.video
     if asked is None:
         return None
@@ -730,16 +728,18 @@ def _completed(head: Any, module: ModuleConfig) -> Any:
     return head.model_copy(update={"inputs": tuple(names), "mrope": mrope})
 
 
-def _check_positions(kind: str, found: Tensor, ids: Tensor, row: int, inside: Tensor) -> None:
-    """Raise SpecError if positions are not those of an image inside counted ones.
+def _check_positions(
+    kind: str, found: Tensor, ids: Tensor, row: int, inside: Tensor, following: int
+) -> None:
+    """Raise SpecError if positions are not those of a file inside counted ones.
 
-    They are computed for each image alone (`data.positions.sample_positions`).
+    They are computed for each file alone (`data.positions.sample_positions`).
     """
     first = int((ids == row).nonzero()[0])
     made = torch.arange(len(ids)).repeat(3, 1)
     stop = first + inside.shape[1]
     made[:, first:stop] = first + inside
-    made[:, stop:] = first + 1 + inside[1:].max() + torch.arange(len(ids) - stop)
+    made[:, stop:] = first + following + torch.arange(len(ids) - stop)
     if not torch.equal(made, found):
         raise refused(kind, "its positions are of a form that is not known")
 
@@ -773,8 +773,9 @@ def _glue_from(processor: LibraryProcessor, digest: str, config: Any) -> Glue:
                 raise refused(config.model_type, "the positions of its clips are not counted")
             glue = glue._replace(positions=None)
         elif glue.positions is not None:
-            inside = torch.from_numpy(processor.positions(size))
-            _check_positions(config.model_type, glue.positions, ids, processor.row, inside)
+            inside, following = processor.positions(size)
+            own = processor.row, torch.from_numpy(inside), following
+            _check_positions(config.model_type, glue.positions, ids, *own)
         _glues[key] = glue
     return _glues[key]
 

@@ -68,7 +68,12 @@ class ModelInputs(Strict):
             SerializeAsAny[Head],
             PlainValidator(_head),
             WithJsonSchema(
-                {"anyOf": [one.model_json_schema() for one in (*HEADS.values(), *LIBRARY_HEADS.values())]}
+                {
+                    "anyOf": [
+                        one.model_json_schema()
+                        for one in (*HEADS.values(), *LIBRARY_HEADS.values())
+                    ]
+                }
             ),
         ]
     ] = Field(

@@ -47,7 +47,15 @@ class ImageCall:
     media: ClassVar[Media] = "image"
     number: ClassVar[int] = 1
     sizes: ClassVar[tuple[Numbers, Numbers]] = ((96, 64), (1920, 1280))
-    counted: ClassVar[tuple[Numbers, ...]] = ((64, 64), (640, 480), (480, 640), (211, 37), (97, 1024), (1600, 900), (2048, 2048))
+    counted: ClassVar[tuple[Numbers, ...]] = (
+        (64, 64),
+        (640, 480),
+        (480, 640),
+        (211, 37),
+        (97, 1024),
+        (1600, 900),
+        (2048, 2048),
+    )
 
     def blank(self, processor: Any, numbers: Numbers) -> Any:
         return import_module("PIL.Image").new("RGB", numbers)
@@ -140,7 +148,12 @@ class AudioCall:
     media: ClassVar[Media] = "audio"
     number: ClassVar[int] = 3
     sizes: ClassVar[tuple[Numbers, Numbers]] = ((1270, RATE_HZ), (5830, RATE_HZ))
-    counted: ClassVar[tuple[Numbers, ...]] = ((310, RATE_HZ), (1270, RATE_HZ), (2005, RATE_HZ), (7770, RATE_HZ))
+    counted: ClassVar[tuple[Numbers, ...]] = (
+        (310, RATE_HZ),
+        (1270, RATE_HZ),
+        (2005, RATE_HZ),
+        (7770, RATE_HZ),
+    )
 
     def blank(self, processor: Any, numbers: Numbers) -> Any:
         import numpy as np

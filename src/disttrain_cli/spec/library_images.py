@@ -120,12 +120,13 @@ class LibraryItems(Head):
     def row_id(self, numbers: Numbers) -> int:
         return self.processor_of(numbers).row
 
-    def positions(self, numbers: Numbers) -> NDArray[np.int64]:
-        """Return [3, tokens] positions of a file's tokens, from those of its first."""
+    def positions(self, numbers: Numbers) -> tuple[NDArray[np.int64], int]:
+        """Return `LibraryProcessor.positions`, counted like those of text without M-RoPE."""
         import numpy as np
 
-        if not self.mrope:  # counted like those of text
-            return np.tile(np.arange(len(self.ids(numbers))), (3, 1))
+        if not self.mrope:
+            tokens = len(self.ids(numbers))
+            return np.tile(np.arange(tokens), (3, 1)), tokens
         return self.processor_of(numbers).turned(numbers)
 
     def size(self, area: Any) -> Any:

@@ -187,11 +187,13 @@ class LibraryProcessor:
     def _counted(self, numbers: Numbers) -> int:
         return self.call.count(self._processor, numbers)
 
-    def positions(self, numbers: Numbers) -> NDArray[np.int64]:
+    def positions(self, numbers: Numbers) -> tuple[NDArray[np.int64], int]:
         """Return [3, tokens] M-RoPE positions of a file's tokens, from those of its first.
 
+        Also returns the position of the next token.
+
         Raises:
-            SpecError: the class computes them in another form, or the next token's do not follow.
+            SpecError: the class computes them in another form.
         """
         import numpy as np
 
@@ -220,9 +222,9 @@ class LibraryProcessor:
         found = made.numpy()[-3:, 0]
         inside = found[:, len(before) :][:, : len(one.ids)]
         first, following = inside[0, 0], found[:, len(before) + len(one.ids)]
-        if (inside[:, 0] != first).any() or (following != inside.max() + 1).any():
+        if (inside[:, 0] != first).any() or (following != following[0]).any():
             raise self._refused(f"positions after {self.call.media}s do not follow the largest one")
-        return np.asarray(inside - first, dtype=np.int64)
+        return np.asarray(inside - first, dtype=np.int64), int(following[0] - first)
 
     @cached_property
     def _base(self) -> Any:
@@ -325,13 +327,17 @@ class LibraryProcessor:
             except ValueError as error:
                 raise self._refused(f"two {self.call.media}s in a text: {error}") from None
             if two != between.join([one, one]):
-                raise self._refused(f"the text that it writes for an {self.call.media} depends on the others")
+                raise self._refused(
+                    f"the text that it writes for an {self.call.media} depends on the others"
+                )
         for name, value in alone.items():
             if name in (MASK, FEATURES) and MASK in alone:  # cut to a clip's own columns
                 continue
             flat = both[name].reshape(-1)
             if not np.array_equal(flat, np.concatenate([value.reshape(-1)] * 2)):
-                raise self._refused(f"{name} of an {self.call.media} depends on the others of a sample")
+                raise self._refused(
+                    f"{name} of an {self.call.media} depends on the others of a sample"
+                )
 
     def _loaded(self) -> Any:
         try:

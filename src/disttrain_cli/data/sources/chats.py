@@ -3,11 +3,11 @@
 Turns are in `conversations` or `messages`: `{from, value}` (LLaVA, ShareGPT) or `{role, content}`
 (OpenAI, chat templates), whose content may be a list of parts (`content_parts`). `<image>` in a
 text marks the position of one of the record's images. Videos and clips are named and marked as
-images are, with `video` or `audio` instead of `image`. Keys that leave a turn untrained, and keys for which a record is
-refused, are in `refusals`. A chat template renders turns (`data.chat`); if the tokenizer has none,
-they are `USER: … ASSISTANT: …EOS` after the system message, and only the text after `ASSISTANT:`,
-with EOS, is trained (LLaVA, Liu et al. 2023, arXiv 2304.08485, section 4.2). The last EOS is the
-sample's.
+images are, with `video` or `audio` instead of `image`. Keys that leave a turn untrained, and keys
+for which a record is refused, are in `refusals`. A chat template renders turns (`data.chat`); if
+the tokenizer has none, they are `USER: … ASSISTANT: …EOS` after the system message, and only the
+text after `ASSISTANT:`, with EOS, is trained (LLaVA, Liu et al. 2023, arXiv 2304.08485, section
+4.2). The last EOS is the sample's.
 
 Without turns all of `text` is trained: a document, or the caption of the record's images, whose key
 may also be `caption`.
@@ -43,6 +43,7 @@ from disttrain_cli.data.sources.samples import (
     ChatForm,
     ImageName,
     Measure,
+    Measured,
     Part,
     PartFile,
     SoundName,
@@ -91,7 +92,18 @@ SOUNDS = ("audio", "audios")
 FIELDS_OF = {"image": IMAGES, "video": VIDEOS, "audio": SOUNDS}
 KEYS = ("id", "__key__", "__url__")  # identify the sample
 #: Keys of a record with turns that are read.
-OF_RECORD = {*TURNS, "system", *IMAGES, *VIDEOS, *SOUNDS, *KEYS, *TOOLS, *FLAGS, MASK_HISTORY, *ON_PROMPTS}
+OF_RECORD = {
+    *TURNS,
+    "system",
+    *IMAGES,
+    *VIDEOS,
+    *SOUNDS,
+    *KEYS,
+    *TOOLS,
+    *FLAGS,
+    MASK_HISTORY,
+    *ON_PROMPTS,
+}
 
 
 def no_numbers(names: Sequence[str]) -> Sequence[Numbers]:
@@ -297,13 +309,20 @@ def _plain(turns: Iterable[tuple[str, str, bool]]) -> tuple[bytes, list[str]]:
 
 
 def texts_of(
-    record: Any, chat: ChatForm | None = None, files: Sequence[Numbers] = ()
+    record: Any, chat: ChatForm | None = None, files: Sequence[Measured] = ()
 ) -> list[str | tuple[int, ...]]:
     """Return the texts of a record, in order, whose images and videos exist with these sizes."""
     marks = sum(turn.said.count(MARK) for turn in _turns(record))
-    beside = [VideoName() if len(numbers) > 2 and numbers[2] else "" for numbers in files]
+    beside = [
+        SoundName() if kind == AUDIO else VideoName() if len(numbers) > 2 and numbers[2] else ""
+        for kind, numbers in files
+    ]
     turns, names = _said(record, beside or [""] * marks, used=False)
-    parts = _written(turns, names, chat, lambda names: files) if turns else conversation(record)
+    parts = (
+        _written(turns, names, chat, lambda _: [one for _, one in files])
+        if turns
+        else conversation(record)
+    )
     return [part.text for part in parts if part.kind == TEXT]
 
 

@@ -44,6 +44,7 @@ from disttrain_cli.data.sources.samples import (
     ChatForm,
     Compact,
     Location,
+    Measured,
     Sample,
     Segment,
     Shard,
@@ -115,7 +116,9 @@ class LlavaShard:
     def _name(self, location: Location, record: Location) -> str:
         return file_names(self._record(record))[location.offset]
 
-    def texts(self, record: Location, files: Sequence[Numbers] = ()) -> list[str | tuple[int, ...]]:
+    def texts(
+        self, record: Location, files: Sequence[Measured] = ()
+    ) -> list[str | tuple[int, ...]]:
         return texts_of(self._record(record), self._chat, files)
 
     def _record(self, location: Location) -> Any:

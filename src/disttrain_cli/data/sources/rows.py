@@ -40,6 +40,7 @@ from disttrain_cli.data.sources.samples import (
     ChatForm,
     Compact,
     Location,
+    Measured,
     Sample,
     Segment,
     Skipped,
@@ -117,7 +118,7 @@ def texts_at(
     columns: Columns,
     cells: list[pa.Array],
     chat: ChatForm | None = None,
-    files: Sequence[Numbers] = (),
+    files: Sequence[Measured] = (),
     before: int = 0,
 ) -> list[str | tuple[int, ...]]:
     """Return all texts of the only row of the columns `of_texts`.

@@ -94,6 +94,10 @@ def media_of(name: str) -> str:
     return "video" if isinstance(name, VideoName) else "image"
 
 
+#: Kind of a file's item, and the sizes in its header.
+Measured = tuple[int, Numbers]
+
+
 class Segment(NamedTuple):
     """A piece of a sample: a text, or a file or part of it.
 
@@ -272,7 +276,9 @@ class OpenShard(Protocol):
     def file_name(self, media: str, location: Location, record: Location) -> str:
         """Return the name of a file, for messages."""
 
-    def texts(self, record: Location, files: Sequence[Numbers] = ()) -> list[str | tuple[int, ...]]:
+    def texts(
+        self, record: Location, files: Sequence[Measured] = ()
+    ) -> list[str | tuple[int, ...]]:
         """Return all texts of a sample, in order; those of a chat template as tokens.
 
         Texts around the parts of its `files`, whose sizes are passed, are included.

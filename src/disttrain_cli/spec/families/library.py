@@ -2,8 +2,9 @@
 
 Its towers run whole, as the library has them (`models.library_tower`), and its files are prepared
 by the library's own processor (`spec.library_processor`). Everything outside the LLM is a tower's
-module; if it sees and hears, `AUDIO_PARTS` are the module that hears. Whether a family can be trained exactly is decided where the library is imported: this file
-only reads the text of the library's table of families.
+module; if it sees and hears, `AUDIO_PARTS` are the module that hears. Whether a family can be
+trained exactly is decided where the library is imported: this file only reads the text of the
+library's tables of families.
 """
 
 from __future__ import annotations
