@@ -16,7 +16,11 @@ from PIL import Image
 from disttrain_cli.data.clips import decode_clip
 from disttrain_cli.data.indexing.building import build_index
 from disttrain_cli.data.sample_audio import tones
+from disttrain_cli.data.tokenizer import read_tokenizer
 from disttrain_cli.models.graph import describe
+from disttrain_cli.runtime.outputs.prompts import Prompt
+from disttrain_cli.runtime.outputs.sampling import write_after
+from disttrain_cli.runtime.outputs.trained import Trained
 from disttrain_cli.spec.runfile.published import is_all
 from tests.data.films import all_frames, film
 from tests.data.test_parts import picture
@@ -69,26 +73,9 @@ def words(value: str) -> dict[str, Any]:
 
 def given(processor: Any, names: list[str]) -> tuple[dict[str, Any], torch.Tensor]:
     """Return the library's inputs for a conversation, and which tokens are trained."""
-    from transformers.video_utils import VideoMetadata
-
-    names = [*names[1:], *names[:1]]  # in the order of the conversation
-    own: dict[str, list[Any]] = {"images": [], "videos": [], "audio": [], "video_metadata": []}
-    for name in names:
-        if media_of(name) == "audio":
-            own["audio"].append(decode_clip(FILES[name], 10**6))
-        elif media_of(name) == "image":
-            own["images"].append(Image.open(io.BytesIO(FILES[name])).convert("RGB"))
-        else:
-            frames = np.stack(all_frames(FILES[name]))
-            own["videos"].append(frames)
-            own["video_metadata"].append(
-                VideoMetadata(total_num_frames=len(frames), fps=RATES[name])
-            )
-    sampling = {"do_sample_frames": True, "fps": 2.0} if own["videos"] else {}
-    text = processor.apply_chat_template(messages([*names[-1:], *names[:-1]]), tokenize=False)
-    made = processor(
-        text=[text], return_tensors="pt", **{k: v for k, v in own.items() if v}, **sampling
-    )
+    text = processor.apply_chat_template(messages(names), tokenize=False)
+    in_order = [*names[1:], *names[:1]]
+    made = processor(text=[text], return_tensors="pt", **files_of(in_order))
     ids = made["input_ids"][0].tolist()
     trained = torch.zeros(len(ids), dtype=torch.bool)
     for answer in ANSWERS:
@@ -104,6 +91,55 @@ def write_data(folder: Path, talks: Any) -> None:
         (folder / name).write_bytes(content)
     lines = [json.dumps({"id": at, "messages": messages(names)}) for at, names in enumerate(talks)]
     (folder / "talks.jsonl").write_text("\n".join(lines))
+
+
+def files_of(names: list[str]) -> dict[str, Any]:
+    """Return a processor's arguments for these files."""
+    from transformers.video_utils import VideoMetadata
+
+    own: dict[str, list[Any]] = {"images": [], "videos": [], "audio": [], "video_metadata": []}
+    for name in names:
+        if media_of(name) == "audio":
+            own["audio"].append(decode_clip(FILES[name], 10**6))
+        elif media_of(name) == "image":
+            own["images"].append(Image.open(io.BytesIO(FILES[name])).convert("RGB"))
+        else:
+            frames = np.stack(all_frames(FILES[name]))
+            own["videos"].append(frames)
+            metadata = VideoMetadata(total_num_frames=len(frames), fps=RATES[name])
+            own["video_metadata"].append(metadata)
+    sampling = {"do_sample_frames": True, "fps": 2.0} if own["videos"] else {}
+    return {name: values for name, values in own.items() if values} | sampling
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_answers_to_files_are_the_librarys_own(tmp_path: Path, family: str) -> None:
+    """As `disttrain sample` and `samples.answers` ask for them."""
+    model, processor = write(tmp_path / "whole", family)
+    kind = FAMILIES[family]
+    data = {"sequence_length": 2048} | ({"video": {}} if kind == "all" else {})
+    run = run_of(tmp_path / "whole", data=data, global_batch_size=1)
+    inputs = describe(run)
+    trained = Trained(run, inputs, torch.device("cpu"), loaded(run), {})
+    tokenizer = read_tokenizer(run)
+    seen = [id_ for head in inputs.heads for id_ in head.row_ids]
+    for names in TALKS[kind][:3]:
+        prompt = Prompt("What?", tuple(FILES[name] for name in names))
+        (own,) = write_after(trained, [prompt], 4)
+        parts = [{"type": media_of(name)} for name in names]
+        turn = {"role": "user", "content": [*parts, words("What?")]}
+        text = processor.apply_chat_template([turn], tokenize=False, add_generation_prompt=True)
+        given = processor(text=[text], return_tensors="pt", **files_of(names))
+        unwanted = [tokenizer.pad, tokenizer.bos, tokenizer.image, *seen]
+        unwanted += range(tokenizer.vocabulary, inputs.vocabulary)
+        ids = model.generate(
+            **given,
+            max_new_tokens=4,
+            do_sample=False,
+            eos_token_id=tokenizer.eos,
+            suppress_tokens=[id_ for id_ in unwanted if id_ != tokenizer.eos],
+        )[0, given["input_ids"].shape[1] :]
+        assert own == tokenizer.decode(ids.tolist())
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -102,6 +102,11 @@ class Head(Strict):
         """Return the ids of all tokens of a file, -1 for its rows; None if all are rows."""
         return None
 
+    @property
+    def row_ids(self) -> Sequence[int]:
+        """Ids of rows, where they are not the tokenizer's placeholders."""
+        return ()
+
     def row_id(self, numbers: Numbers) -> int | None:
         """Return the id of a file's rows; None = the tokenizer's placeholder."""
         return None

@@ -225,6 +225,10 @@ class LibraryImages(LibraryItems):
         return self.of_videos if len(numbers) > 2 else self.processor
 
     @property
+    def row_ids(self) -> Sequence[int]:
+        return (self.image_token, *(() if self.video is None else (self.video.token,)))
+
+    @property
     def sizes(self) -> Sequence[Numbers]:
         return [(side, side) for side in SIDES_PX]
 
@@ -261,6 +265,10 @@ class LibraryClips(LibraryItems):
 
     def processor_of(self, numbers: Numbers) -> LibraryProcessor:
         return self.processor
+
+    @property
+    def row_ids(self) -> Sequence[int]:
+        return (self.audio_token,)
 
     @property
     def sizes(self) -> Sequence[Numbers]:
