@@ -9,7 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -32,15 +31,16 @@ SIZES = [(50, 30), (16, 16), (200, 41), (31, 100)]
 def written(folder: Path, family: str) -> tuple[Any, Any, LibraryImages, library_tower.Glue]:
     model, processor = write(folder, family)
     token = model.config.image_token_id
-    glue = library_tower.glue_from(str(folder), token, digest_of(folder), model.config)
     head = LibraryImages(
         module="vision",
         folder=str(folder),
         image_token=token,
-        inputs=glue.names,
+        inputs=("pixel_values",),
         digest=digest_of(folder),
-        mrope=glue.positions is not None,
     )
+    glue = library_tower.glues_of(head, model.config)["image"]
+    mrope = glue.positions is not None
+    head = head.model_copy(update={"inputs": glue.names, "mrope": mrope})
     return model, processor, head, glue
 
 
@@ -48,7 +48,9 @@ def written(folder: Path, family: str) -> tuple[Any, Any, LibraryImages, library
 def test_the_rows_of_an_image_are_the_librarys_own(tmp_path: Path, family: str) -> None:
     """One by one as in a batch, whatever their sizes."""
     model, processor, head, glue = written(tmp_path, family)
-    tower = library_tower.Tower("vision", model.config, head, glue).to_empty(device="cpu")
+    tower = library_tower.Tower("vision", model.config, head, {"image": glue}).to_empty(
+        device="cpu"
+    )
     own, layers = model.model.state_dict(), dict(tower.named_parameters())
     assert {tower.published_path(path) for path in layers} == {
         name for name in own if not name.startswith(("language_model.", "text_model."))
@@ -56,9 +58,9 @@ def test_the_rows_of_an_image_are_the_librarys_own(tmp_path: Path, family: str) 
     for path, parameter in layers.items():
         parameter.data.copy_(own[str(tower.published_path(path))])
     for size in SIZES:
-        image, text = Image.open(io.BytesIO(picture(*size))), head.placeholder
+        image, text = Image.open(io.BytesIO(picture(*size))), head.placeholders["image"]
         rows = head.processor.spelled(size).rows
-        packed = head.pack(head.processor.inputs(np.array(image.convert("RGB"))), rows)
+        packed = head.pack(head.processor.inputs(image.convert("RGB")), rows)
         items = Items(
             [(rows, 1)],
             {0: [torch.from_numpy(packed.values)[None]]},
