@@ -108,14 +108,18 @@ def test_a_forward_that_changes_rows_tokens_or_positions_is_refused() -> None:
     llm = library_tower._Llm(SimpleNamespace(config=config, forward=lambda deep: None), width)
     embeds = llm.embed_tokens(ids)
     embeds[rows] = features
-    check = partial(library_tower._checked, "any", llm=llm, ids=ids, rows=rows, features=features)
+    given = {"llm": llm, "ids": ids, "rows": rows, "features": features, "media": "image"}
+    check = partial(library_tower._checked, "any", **given)
     plain = {"inputs_embeds": embeds[None], "attention_mask": torch.ones(1, 4), "use_cache": False}
     assert check(plain) is None
     turned = torch.arange(4).expand(3, 1, 4)
     assert torch.equal(check(plain | {"position_ids": turned}), turned[:, 0])
     for other, why in (
         ({"inputs_embeds": 2 * embeds[None]}, "changes the tower's rows"),
-        ({"inputs_embeds": (embeds - (~rows[:, None]).float())[None]}, "tokens around an image"),
+        (
+            {"inputs_embeds": (embeds - (~rows[:, None]).float())[None]},
+            "embeddings of other tokens",
+        ),
         ({"attention_mask": torch.ones(1, 1, 4, 4)}, "attend to later ones"),
         ({"position_ids": torch.zeros(1, 4)}, "not counted from 0"),
         ({"per_layer_inputs": ids[None]}, "reads other tokens"),

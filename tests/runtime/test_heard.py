@@ -29,6 +29,8 @@ from tests.models.test_whole import loaded
 from tests.runtime.test_whole_conversations import loaded_batch
 from tests.whole_models import run_of
 
+pytestmark = pytest.mark.slow
+
 RANDOM = np.random.default_rng(0)
 FILES = {
     "a.wav": tones(["low"], 16_000, RANDOM),

@@ -703,7 +703,7 @@ def _token(published: PublishedFolder, module: ModuleConfig, media: Media) -> in
 
 def _of_folder(published: PublishedFolder) -> dict[str, Any]:
     folder = published.path
-    return {"folder": str(folder), "digest": digest_of(folder), "inputs": ("",)}
+    return {"folder": str(folder), "digest": digest_of(folder)}
 
 
 def _videos(run: Run, published: PublishedFolder, module: ModuleConfig) -> LibraryVideos | None:

@@ -33,7 +33,7 @@ class Call(Protocol):
     def blank(self, processor: Any, numbers: Numbers) -> Any:
         """Return contents of this size without anything to see or hear."""
 
-    def arguments(self, contents: Sequence[Any]) -> dict[str, Any]:
+    def arguments(self, processor: Any, contents: Sequence[Any]) -> dict[str, Any]:
         """Return the arguments of the processor's call."""
 
     def count(self, processor: Any, numbers: Numbers) -> int:
@@ -60,7 +60,7 @@ class ImageCall:
     def blank(self, processor: Any, numbers: Numbers) -> Any:
         return import_module("PIL.Image").new("RGB", numbers)
 
-    def arguments(self, contents: Sequence[Any]) -> dict[str, Any]:
+    def arguments(self, processor: Any, contents: Sequence[Any]) -> dict[str, Any]:
         return {"images": list(contents)}
 
     def count(self, processor: Any, numbers: Numbers) -> int:
@@ -111,12 +111,13 @@ class VideoCall:
         shape = (len(chosen), film.height_px, film.width_px, 3)
         return Frames(np.zeros(shape, np.uint8), film, chosen)
 
-    def arguments(self, contents: Sequence[Frames]) -> dict[str, Any]:
+    def arguments(self, processor: Any, contents: Sequence[Frames]) -> dict[str, Any]:
+        fps = self._fps(processor)  # classes compute positions of it, each with another default
         return {
             "videos": [one.pixels for one in contents],
             "video_metadata": [self._metadata(one.film, one.numbers) for one in contents],
             "do_sample_frames": False,
-            **({} if self.fps is None else {"fps": self.fps}),
+            **({} if fps is None else {"fps": fps}),
         }
 
     def count(self, processor: Any, numbers: Numbers) -> int:
@@ -160,7 +161,7 @@ class AudioCall:
 
         return np.zeros(numbers[0] * RATE_HZ // 1000, np.float32)
 
-    def arguments(self, contents: Sequence[Any]) -> dict[str, Any]:
+    def arguments(self, processor: Any, contents: Sequence[Any]) -> dict[str, Any]:
         return {"audio": list(contents)}
 
     def count(self, processor: Any, numbers: Numbers) -> int:

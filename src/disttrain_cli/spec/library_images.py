@@ -53,7 +53,7 @@ class LibraryItems(Head):
     form: Literal["library"] = "library"
     folder: str = Field(description="Folder of the published model, with its processor.")
     inputs: tuple[str, ...] = Field(
-        min_length=1, description="Outputs of the processor that the tower reads."
+        (), description="Outputs of the processor that the tower reads."
     )
     digest: str = Field(description="Hash of the processor's files.")
     mrope: bool = Field(

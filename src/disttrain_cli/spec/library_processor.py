@@ -245,7 +245,7 @@ class LibraryProcessor:
         self._processor.tokenizer = self._tokenizer
         try:
             with import_module("torch").device("cpu"):
-                arguments = self.call.arguments([self._blank(numbers)])
+                arguments = self.call.arguments(self._processor, [self._blank(numbers)])
                 return dict(
                     self._processor(
                         **arguments, text=self.placeholder.join(self.around), return_tensors="pt"
@@ -306,7 +306,7 @@ class LibraryProcessor:
         """Return the text as the processor completes it, and the inputs of the files."""
         import numpy as np
 
-        arguments = self.call.arguments(contents)
+        arguments = self.call.arguments(self._processor, contents)
         try:
             with import_module("torch").device("cpu"):  # models are built in another context
                 made = self._processor(**arguments, text=text, return_tensors="pt")
