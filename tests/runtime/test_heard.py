@@ -13,7 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
-from disttrain_cli.data.clips import decode_clip
+from disttrain_cli.data.clips import decode_clip, in_whole_ms
 from disttrain_cli.data.indexing.building import build_index
 from disttrain_cli.data.sample_audio import tones
 from disttrain_cli.data.tokenizer import read_tokenizer
@@ -102,7 +102,7 @@ def files_of(names: list[str]) -> dict[str, Any]:
     own: dict[str, list[Any]] = {"images": [], "videos": [], "audio": [], "video_metadata": []}
     for name in names:
         if media_of(name) == "audio":
-            own["audio"].append(decode_clip(FILES[name], 10**6))
+            own["audio"].append(in_whole_ms(decode_clip(FILES[name], 10**6)))
         elif media_of(name) == "image":
             own["images"].append(Image.open(io.BytesIO(FILES[name])).convert("RGB"))
         else:

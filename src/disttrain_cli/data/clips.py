@@ -91,6 +91,11 @@ def decode_clip(data: bytes, longest_ms: int) -> Floats:
     return mono if header.rate_hz == RATE_HZ else _resampled(mono, header.rate_hz)
 
 
+def in_whole_ms(samples: Floats) -> Floats:
+    """Return samples at 16 kHz with silence up to the next millisecond, as an index states them."""
+    return np.pad(samples, (0, -len(samples) % (RATE_HZ // 1000)))
+
+
 def _ends(tail: bytes) -> bool:
     """Return True if an Ogg file ends with a complete last page."""
     page = tail[max(0, tail.rfind(b"OggS")) :]

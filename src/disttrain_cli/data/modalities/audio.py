@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from disttrain_cli.data.clips import LONGEST_MS, decode_clip
+from disttrain_cli.data.clips import LONGEST_MS, decode_clip, in_whole_ms
 from disttrain_cli.data.examples import noise
 from disttrain_cli.data.log_mel import HOP, SILENCE, decode_features, log_mel
 from disttrain_cli.data.modalities.media import SOUND_FILES
@@ -34,10 +34,9 @@ class Audio:
     def pack(self, data: bytes, head: Head) -> Packed:
         """Return an audio tower's input for a clip, which ends with silence up to the next ms."""
         assert isinstance(head, LibraryClips)
-        samples = decode_clip(data, LONGEST_MS)
-        ms = -(-len(samples) * 1000 // RATE_HZ)
-        whole = np.pad(samples, (0, ms * RATE_HZ // 1000 - len(samples)))
-        return head.pack(head.processor.inputs(whole), head.rows_in_llm((ms, RATE_HZ)))
+        samples = in_whole_ms(decode_clip(data, LONGEST_MS))
+        numbers = len(samples) * 1000 // RATE_HZ, RATE_HZ
+        return head.pack(head.processor.inputs(samples), head.rows_in_llm(numbers))
 
     def blank_packed(self, head: Head, numbers: Numbers) -> Packed:
         assert isinstance(head, LibraryClips)
