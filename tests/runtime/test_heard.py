@@ -176,6 +176,6 @@ def test_loss_and_gradients_are_the_librarys_own(tmp_path: Path, family: str) ->
         own = {path: one.grad for path, one in layer.named_parameters() if one.grad is not None}
         for name, grad in layer.to_published(own).items():
             expected = theirs[part.name_in_whole(name)]
-            torch.testing.assert_close(grad, expected, atol=2e-5, rtol=1e-3)
+            torch.testing.assert_close(grad, expected, atol=5e-5, rtol=1e-3)
             seen += 1
     assert seen == sum(grad is not None for grad in theirs.values())

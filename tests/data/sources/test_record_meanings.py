@@ -427,7 +427,7 @@ WEB = "https://me:secret@host/a.jpg?key=secret"
         ([{"type": "text", "text": "a", "image": "0.jpg"}], {}, "with `text` and `image`"),
         ([{"type": "image", "index": "0"}], {"images": ["0.jpg"]}, "'0', which is not a number"),
         ([{"type": "image", "index": True}], {"images": ["0.jpg"]}, "True, which is not a number"),
-        ([{"type": "audio", "audio": "a.wav"}], {}, "part of the type 'audio'"),
+        ([{"type": "input_audio", "input_audio": {}}], {}, "part of the type 'input_audio'"),
         ([{"type": "input_text", "text": "a"}], {}, "part of the type 'input_text'"),
         ([{"type": "video", "video": "a.mp4", "fps": 1}], {}, "a video with `fps`"),
         ([{"type": "video", "video": "a.mp4", "nframes": 8}], {}, "a video with `nframes`"),
