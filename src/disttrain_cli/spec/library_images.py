@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
-from pydantic import Field
+from pydantic import Field, WithJsonSchema
 
 from disttrain_cli.spec.cutting import Written
 from disttrain_cli.spec.files import Strict
@@ -207,7 +207,10 @@ class LibraryImages(LibraryItems):
 
     item: Literal["image"] = "image"
     image_token: int = Field(ge=0, description="Id of the token of an image's row in the LLM.")
-    video: LibraryVideos | None = Field(None, description="Reading of videos, if they are read.")
+    video: Annotated[
+        LibraryVideos | None,
+        WithJsonSchema({"anyOf": [LibraryVideos.model_json_schema(), {"type": "null"}]}),
+    ] = Field(None, description="Reading of videos, if they are read.")
 
     @cached_property
     def processor(self) -> LibraryProcessor:
