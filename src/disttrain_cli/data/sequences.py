@@ -183,9 +183,9 @@ class SequencePlan:
             self.end_trained[own],
         )
         for item, kind in KINDS.items():
-            segments = np.flatnonzero(self.kinds == kind).tolist()
-            for places, segment in zip(self.rows(kind), segments, strict=True):
-                ids[places.seen] = self._row_id(item, segment, tokenizer)
+            numbers = np.flatnonzero(self.kinds == kind).tolist()
+            for places, number in zip(self.rows(kind), numbers, strict=True):
+                ids[places.seen] = self._row_id(item, number, tokenizer)
         for first, given in self._fixed():
             inside = ids[first : first + len(given)]
             inside[given >= 0] = given[given >= 0]
