@@ -839,7 +839,7 @@ FAST = (
 #: Families that are refused, and why.
 REFUSED = {
     "cosmos3_edge": "mm_token_type_ids",
-    "minicpmv4_7": "positions after images do not follow the largest one",
+    "minicpmv4_7": "its positions are of a form that is not known",
     "idefics2": "the text that it writes for a file depends on the others",
     "ovis2": "visual_indicator_features",
 }

@@ -333,17 +333,13 @@ class LibraryProcessor:
             except ValueError as error:
                 raise self._refused(f"two {self.call.media}s in a text: {error}") from None
             if two != between.join([one, one]):
-                raise self._refused(
-                    f"the text that it writes for an {self.call.media} depends on the others"
-                )
+                raise self._refused("the text that it writes for a file depends on the others")
         for name, value in alone.items():
             if name in (MASK, FEATURES) and MASK in alone:  # cut to a clip's own columns
                 continue
             flat = both[name].reshape(-1)
             if not np.array_equal(flat, np.concatenate([value.reshape(-1)] * 2)):
-                raise self._refused(
-                    f"{name} of an {self.call.media} depends on the others of a sample"
-                )
+                raise self._refused(f"{name} of a file depends on the others of a sample")
 
     def _loaded(self) -> Any:
         try:
