@@ -433,7 +433,7 @@ WEB = "https://me:secret@host/a.jpg?key=secret"
         ([{"type": "video", "video": "a.mp4", "nframes": 8}], {}, "a video with `nframes`"),
         ([{"type": "video", "video": "a.mp4", "video_start": 2.0}], {}, "with `video_start`"),
         ([{"type": "video", "video": ["0.jpg", "1.jpg"]}], {}, "a list of frames"),
-        ([7], {}, "neither a text nor an image or a video"),
+        ([7], {}, "neither a text nor an image, video or clip"),
     ],
 )
 def test_other_parts_are_refused_by_name(
