@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from tests.cases import mostly_slow
 from tests.data.tiled import _rules as words_of
 from tests.whole_models import TEXT, TOWER, spread
 
@@ -322,12 +323,20 @@ def omni(name: str = "Qwen2_5Omni") -> Any:
     named = {f"{part}_token": f"<{part}>" for part in ("image", "video", "audio", *OMNI)}
     words = words_of(tuple(named.values())[1:], "<image>", **named)
     around = "<vision_bos><image><vision_eos>"
-    words.chat_template = words.chat_template.replace("<image>", around)
-    sizes = {"size": {"shortest_edge": 256, "longest_edge": 4096}, "patch_size": 4}
+    words.chat_template = words.chat_template.replace(
+        "<image>",
+        around
+        + "".join(
+            f"{{% elif part['type'] == '{media}' %}}<{start}_bos><{media}><{start}_eos>"
+            for media, start in (("video", "vision"), ("audio", "audio"))
+        ),
+    )
+    # its class sets the least pixels of a video's frame: 128 tokens of this patch
+    sizes = {"size": {"shortest_edge": 28**2, "longest_edge": 64**2}, "patch_size": 14}
     return getattr(transformers, f"{name}Processor")(
         transformers.Qwen2VLImageProcessor(**sizes, merge_size=2),
-        transformers.Qwen2VLVideoProcessor(),
-        transformers.WhisperFeatureExtractor(),
+        transformers.Qwen2VLVideoProcessor(**sizes, merge_size=2, cap_pixels_per_frame=False),
+        transformers.WhisperFeatureExtractor(feature_size=16),
         words,
         chat_template=words.chat_template,
     )
@@ -395,6 +404,7 @@ PINPOINTS = [[32, 64], [64, 32]]
 #: Ids in the configurations that no processor writes for an image.
 VIDEO = {"video_token_id": 391}
 IDS = VIDEO | {"vision_start_token_id": 392, "vision_end_token_id": 393}
+AUDIO_IDS = {f"audio_{one}token_id": 394 for one in ("", "start_", "end_")}
 GLM_IDS = VIDEO | {
     f"{item}_{end}_token_id": 392 for item in ("image", "video") for end in ("start", "end")
 }
@@ -813,16 +823,16 @@ FAMILIES: dict[str, Tiny] = {
     "qwen2_5_omni_thinker": Tiny(
         "Qwen2_5OmniThinker",
         omni,
-        WINDOWED_VIT,
+        WINDOWED_VIT | {"patch_size": 14, "window_size": 56},
         LLM | SECTIONS,
-        IDS | {"audio_config": AUDIO, "audio_token_id": 394},
+        IDS | {"audio_config": AUDIO} | AUDIO_IDS,
     ),
     "qwen3_omni_moe_thinker": Tiny(
         "Qwen3OmniMoeThinker",
         partial(omni, "Qwen3OmniMoe"),
-        DEEP_VIT,
+        DEEP_VIT | {"patch_size": 14},
         HEADS | SECTIONS | EXPERTS,
-        IDS | {"audio_config": AUDIO | {"downsample_hidden_size": 16}, "audio_token_id": 394},
+        IDS | {"audio_config": AUDIO | {"downsample_hidden_size": 16}} | AUDIO_IDS,
     ),
     "cohere_compass": Tiny(
         "CohereCompass",
@@ -878,17 +888,24 @@ FAST = (
 )
 #: Families that are refused, and why.
 REFUSED = {
-    "minicpmv4_7": "positions after an image do not follow its largest one",
-    "idefics2": "the text that it writes for an image depends on the others",
+    "minicpmv4_7": "its positions are of a form that is not known",
+    "idefics2": "the text that it writes for a file depends on the others",
     "ovis2": "visual_indicator_features",
 }
 
 #: The others; those outside the fast suite are slow.
-TRAINED = [
-    pytest.param(one, marks=() if one in FAST else pytest.mark.slow)
-    for one in FAMILIES
-    if one not in REFUSED
-]
+TRAINED = mostly_slow([one for one in FAMILIES if one not in REFUSED], "vipllava", "gemma3")
+
+
+#: Fields of a configuration with ids of tokens that some processors name.
+TOKENS = {
+    "video_token_id": "video_token",
+    "audio_token_id": "audio_token",
+    "vision_start_token_id": "vision_bos_token",
+    "vision_end_token_id": "vision_eos_token",
+    "audio_start_token_id": "audio_bos_token",
+    "audio_end_token_id": "audio_eos_token",
+}
 
 
 def write(folder: Path, family: str) -> tuple[Any, Any]:
@@ -910,6 +927,11 @@ def write(folder: Path, family: str) -> tuple[Any, Any]:
     )
     row = next(one for one in rows if one in words.get_vocab())
     fields = {"tie_word_embeddings": False} | (tiny.fields or {})
+    fields |= {
+        field: words.convert_tokens_to_ids(token)
+        for field, name in TOKENS.items()
+        if field in fields and (token := getattr(processor, name, None)) in words.get_vocab()
+    }
     config = getattr(transformers, f"{tiny.prefix}Config")(
         vision_config=tiny.vision,
         text_config=tiny.text,

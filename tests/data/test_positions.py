@@ -134,3 +134,14 @@ def test_positions_are_part_of_the_fingerprint() -> None:
     three = INPUTS.model_copy(update={"positions": "mrope"})
     assert three.fingerprint() != INPUTS.fingerprint()
     assert type(INPUTS).model_validate(three.model_dump(mode="json")) == three
+
+
+def test_the_token_after_a_grid_may_follow_its_time() -> None:
+    """As after a video of Qwen2.5-Omni, which lasts longer than it is wide and high."""
+    inside = grid_positions((2, 1, 2), every=25.0)
+    made = sample_positions("mrope", 7, [(1, inside, 26)])
+    assert made.tolist() == [
+        [0, 1, 1, 26, 26, 27, 28],
+        [0, 1, 1, 1, 1, 27, 28],
+        [0, 1, 2, 1, 2, 27, 28],
+    ]

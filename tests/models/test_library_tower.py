@@ -10,7 +10,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -38,15 +37,16 @@ SIZES = [(50, 30), (16, 16), (200, 41), (31, 100)]
 def written(folder: Path, family: str) -> tuple[Any, Any, LibraryImages, library_tower.Glue]:
     model, processor = write(folder, family)
     token = model.config.image_token_id
-    glue = library_tower.glue_from(str(folder), token, digest_of(folder), model.config)
     head = LibraryImages(
         module="vision",
         folder=str(folder),
         image_token=token,
-        inputs=glue.names,
+        inputs=("pixel_values",),
         digest=digest_of(folder),
-        mrope=glue.positions is not None,
     )
+    glue = library_tower.glues_of(head, model.config)["image"]
+    mrope = glue.positions is not None
+    head = head.model_copy(update={"inputs": glue.names, "mrope": mrope})
     return model, processor, head, glue
 
 
@@ -54,7 +54,9 @@ def written(folder: Path, family: str) -> tuple[Any, Any, LibraryImages, library
 def test_the_rows_of_an_image_are_the_librarys_own(tmp_path: Path, family: str) -> None:
     """One by one as in a batch, whatever their sizes."""
     model, processor, head, glue = written(tmp_path, family)
-    tower = library_tower.Tower("vision", model.config, head, glue).to_empty(device="cpu")
+    tower = library_tower.Tower("vision", model.config, head, {"image": glue}).to_empty(
+        device="cpu"
+    )
     own, layers = model.model.state_dict(), dict(tower.named_parameters())
     assert {tower.published_path(path) for path in layers} == {
         name for name in own if not name.startswith(("language_model.", "text_model."))
@@ -62,9 +64,9 @@ def test_the_rows_of_an_image_are_the_librarys_own(tmp_path: Path, family: str) 
     for path, parameter in layers.items():
         parameter.data.copy_(own[str(tower.published_path(path))])
     for size in SIZES:
-        image, text = Image.open(io.BytesIO(picture(*size))), head.placeholder
+        image, text = Image.open(io.BytesIO(picture(*size))), head.placeholders["image"]
         rows = head.processor.spelled(size).rows
-        packed = head.pack(head.processor.inputs(np.array(image.convert("RGB"))), rows)
+        packed = head.pack(head.processor.inputs(image.convert("RGB")), rows)
         items = Items(
             [(rows, 1)],
             {0: [torch.from_numpy(packed.values)[None]]},
@@ -131,14 +133,18 @@ def test_a_forward_that_changes_rows_tokens_or_positions_is_refused() -> None:
     llm = library_tower._Llm(SimpleNamespace(config=config, forward=lambda deep: None), width)
     embeds = llm.embed_tokens(ids)
     embeds[rows] = features
-    check = partial(library_tower._checked, "any", llm=llm, ids=ids, rows=rows, features=features)
+    given = {"llm": llm, "ids": ids, "rows": rows, "features": features, "media": "image"}
+    check = partial(library_tower._checked, "any", **given)
     plain = {"inputs_embeds": embeds[None], "attention_mask": torch.ones(1, 4), "use_cache": False}
     assert check(plain) is None
     turned = torch.arange(4).expand(3, 1, 4)
     assert torch.equal(check(plain | {"position_ids": turned}), turned[:, 0])
     for other, why in (
         ({"inputs_embeds": 2 * embeds[None]}, "changes the tower's rows"),
-        ({"inputs_embeds": (embeds - (~rows[:, None]).float())[None]}, "tokens around an image"),
+        (
+            {"inputs_embeds": (embeds - (~rows[:, None]).float())[None]},
+            "embeddings of other tokens",
+        ),
         ({"attention_mask": torch.ones(1, 1, 4, 4)}, "attend to later ones"),
         ({"position_ids": torch.zeros(1, 4)}, "not counted from 0"),
         ({"per_layer_inputs": ids[None]}, "reads other tokens"),

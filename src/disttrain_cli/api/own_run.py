@@ -54,7 +54,6 @@ samples:
   answers: $answers  # $about_answers
 """)
 ANSWERS = "held-out conversations whose last answer the model writes when training ends"
-UNREAD_WHEN_SAMPLING = "images of a model whose tower runs whole are not read when sampling"
 EPOCHS, BATCH = 3, 8
 UPDATES = 10  # optimizer steps per pass over the data, where a smaller batch allows as many
 SHORTEST, LONGEST = 256, 32_768  # limits of the chosen sequence length, in tokens
@@ -146,7 +145,7 @@ def _model_fields(path: Path, config: object) -> Template:
     from disttrain_cli.spec.suggestions import closest
 
     kind = str(config.get("model_type")) if isinstance(config, dict) else ""
-    if family_of(kind) is not None:
+    if isinstance(config, dict) and family_of(config) is not None:
         return Template(
             "  folder: $folder\n"
             "  # trained: [projectors, llm]  # to leave the vision tower as it is"
@@ -206,7 +205,6 @@ def _sizes(run: Run, index: Index, devices: int) -> dict[str, object]:
     steps = max(1, -(-EPOCHS * sequences // batch))
     (llm,) = (one for one in read_configs(run).values() if one.kind == "llm")
     rate = RATE * max(1.0, RATE_WIDTH / int(getattr(llm.config, "hidden_size", RATE_WIDTH)))
-    whole_tower = run.published is not None and run.published.family.library
     return {
         "length": length,
         "longest": f"{longest:,}",
@@ -216,8 +214,8 @@ def _sizes(run: Run, index: Index, devices: int) -> dict[str, object]:
         "epochs": EPOCHS,
         "rate": f"{rate:.0e}".replace("e", ".0e", 1),
         "warmup": steps // 20,
-        "about_answers": UNREAD_WHEN_SAMPLING if whole_tower else ANSWERS,
-        "answers": 20 if held_out and not whole_tower else 0,
+        "about_answers": ANSWERS,
+        "answers": 20 if held_out else 0,
     }
 
 

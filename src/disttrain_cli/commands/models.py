@@ -51,9 +51,13 @@ def run(
         ],
     )
     console.table(
-        "Models that read images",
-        ["", "tower", "LLM"],
-        [[one.model_type, one.tower, one.llm] for one in found.image_text if one.refused is None],
+        "Models that read images, videos or clips",
+        ["", "reads", "towers", "LLM"],
+        [
+            [one.model_type, ", ".join(one.reads), one.tower, one.llm]
+            for one in found.image_text
+            if one.refused is None
+        ],
     )
     reasons = defaultdict[str, list[str]](list)
     refused = [(one.model_type, one.refused) for one in found.decoders]

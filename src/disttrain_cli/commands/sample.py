@@ -49,7 +49,9 @@ def run(
     images: Annotated[
         list[Path] | None,
         typer.Option(
-            "--image", metavar="FILE", help="Image or video read before the text; may be repeated."
+            "--image",
+            metavar="FILE",
+            help="Image, video or sound read before the text; may be repeated.",
         ),
     ] = None,
     count: Annotated[

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from functools import cached_property
 from itertools import groupby
@@ -28,12 +28,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from disttrain_cli.data.chat_templates import ChatTemplate, Message
-from disttrain_cli.data.sources.chats import FILM, MARK, MARKS, no_numbers
-from disttrain_cli.data.sources.samples import Measure, Part, Turn, VideoName
+from disttrain_cli.data.parts import written_around
+from disttrain_cli.data.sources.chats import (
+    FILM,
+    MARK,
+    MARK_OF,
+    MARKS,
+    MEDIA_OF_MARK,
+    SOUND,
+    no_numbers,
+)
+from disttrain_cli.data.sources.samples import Measure, Part, Turn, media_of, part_of
 from disttrain_cli.spec.cutting import ALONE
 from disttrain_cli.spec.cutting import Written as Around
-from disttrain_cli.spec.heads import Head, ImageInput, Numbers
-from disttrain_cli.spec.index import IMAGE, TEXT
+from disttrain_cli.spec.heads import Head, Numbers
+from disttrain_cli.spec.index import TEXT
 from disttrain_cli.spec.inputs import ModelInputs
 
 if TYPE_CHECKING:
@@ -44,6 +53,8 @@ ASKED = "What?"  # a user's message in conversations that probe the template
 #: Keys of an assistant's reasoning, the standard one first; templates read the first two.
 REASONING = ("reasoning_content", "thinking", "reasoning")
 Span = tuple[int, int]  # (first, last + 1) character
+#: What a mark stands for, in messages.
+PLACED = {MARK: "an image", FILM: "a video", SOUND: "a clip"}
 IMAGE_ROW = -1  # among token ids: an image placeholder
 
 
@@ -64,30 +75,33 @@ class Chat:
         image: str | None,
         processor: bool = False,
         video: str | None = None,
+        audio: str | None = None,
     ) -> None:
         """
         Args:
-            image, video: the tokenizer's placeholders, if it has any.
+            image, video, audio: the tokenizer's placeholders, if it has any.
             processor: tokens are those of a processor's `apply_chat_template`, which adds the
                 tokenizer's special tokens (BOS) unless the template begins with BOS; a tokenizer's
                 adds none.
         """
-        self._template, self._rules, self._image, self._video = template, rules, image, video
+        self._template, self._rules, self._image = template, rules, image
         self._processor = processor
         self._mark = image or MARK
+        #: by the mark in a conversation: the token of its rows, if the tokenizer has one
+        self._row_tokens = {MARK: image, FILM: video, SOUND: audio}
         #: by the mark in a conversation: the placeholder that replaces it in the template's output
-        self._placeholders = {MARK: self._mark, FILM: video or FILM}
-        self._head: Head | None = None
+        self._placeholders = {mark: own or mark for mark, own in self._row_tokens.items()}
+        self._inputs: ModelInputs | None = None
         self.fingerprint = template.fingerprint
 
     def of_model(self, inputs: ModelInputs) -> Chat:
-        """Return a copy for a model, whose processor may cut images into parts."""
+        """Return a copy for a model, whose processor may cut files into parts."""
         made = copy(self)
-        made._head = next(iter(inputs.of("image")), None)
-        written = None if made._head is None else made._head.placeholder
-        if written is not None:
-            made._mark = written
-            made._placeholders = self._placeholders | {MARK: written}
+        made._inputs = inputs
+        for head in inputs.heads:
+            for media, written in head.placeholders.items():
+                made._placeholders = made._placeholders | {MARK_OF[media]: written}
+        made._mark = made._placeholders[MARK]
         return made
 
     @property
@@ -104,10 +118,10 @@ class Chat:
         Raises:
             ValueError: the conversation cannot be rendered; the message has the reason.
         """
-        if any(isinstance(name, VideoName) for name in names):
-            self._check_films()
-        cut = self._head is not None and self._head.cuts
-        around = self.around(measure(names)) if cut else [ALONE] * len(names)
+        media = {media_of(name) for name in names}
+        self._check_read(media)
+        cut = any(head is not None and head.cuts for head in map(self._head, media))
+        around = self._around(names, measure(names)) if cut else [ALONE] * len(names)
         ids, trained = self.written(turns, around)
         images, parts = _parts_of(names, around), list[Part]()
         for (is_image, is_trained), group in groupby(
@@ -128,18 +142,28 @@ class Chat:
         names = {key, *REASONING[:2]} if key in REASONING else {key}
         return not self._template.words.isdisjoint(names)
 
-    def around(self, images: Sequence[Numbers]) -> list[Around]:
-        """Return the texts that the processor writes around the parts of images of these sizes."""
-        return [ALONE] * len(images) if self._head is None else self._head.written(images)
+    def _head(self, media: str) -> Head | None:
+        """Return the specification of the modality that reads files of a type."""
+        item = "audio" if media == "audio" else "image"
+        return None if self._inputs is None else next(iter(self._inputs.of(item)), None)
 
-    def _check_films(self) -> None:
-        """Raise ValueError if the model or the tokenizer does not support videos."""
-        if self._head is not None and not isinstance(self._head, ImageInput):
-            raise ValueError("a video: this model's videos are not read")
-        if self._head is None or self._head.video is None:
-            raise ValueError("a video: videos are not read without data.video in the run file")
-        if self._video is None:
-            raise ValueError("a video, for which the tokenizer has no placeholder")
+    def _around(self, names: Sequence[str], numbers: Sequence[Numbers]) -> list[Around]:
+        """Return the texts that the processor writes around the parts of files of these sizes."""
+        assert self._inputs is not None
+        kinds = (part_of(name).kind for name in names)
+        return list(written_around(list(zip(kinds, numbers, strict=True)), self._inputs))
+
+    def _check_read(self, media: Iterable[str]) -> None:
+        """Raise ValueError if the model or the tokenizer does not support videos or clips."""
+        for one in sorted(media):
+            what = "a clip" if one == "audio" else f"a {one}"
+            head = self._head(one)
+            if one == "video" and getattr(head, "video", None) is None:
+                raise ValueError("a video: videos are not read without data.video in the run file")
+            if one == "audio" and head is None:
+                raise ValueError("a clip: no encoder of this model reads audio")
+            if one != "image" and self._row_tokens[MARK_OF[one]] is None:
+                raise ValueError(f"{what}, for which the tokenizer has no placeholder")
 
     def written(
         self, turns: list[Turn], around: Sequence[Around] = (), prompt: bool = False
@@ -154,22 +178,22 @@ class Chat:
             ValueError: the conversation cannot be rendered; the message has the reason.
         """
         said = "".join(turn.said for turn in turns)
-        reserved = {self._image: "an image", self._mark: "an image", self._video: "a video"}
-        for own, what in reserved.items():
+        reserved = [*self._row_tokens.items(), *self._placeholders.items()]
+        for mark, own in reserved:
             if own and own in MARKS.sub("", said):
-                raise ValueError(f"a text contains {own}, the placeholder of {what}")
+                raise ValueError(f"a text contains {own}, the placeholder of {PLACED[mark]}")
         messages = [self._message(turn) for turn in turns]
         text, spans = self._template.render_marked(messages, prompt)
-        for mark, what in ((MARK, "images"), (FILM, "videos")):
-            placeholder = self._placeholders[mark]
+        for mark, placeholder in self._placeholders.items():
             if (count := text.count(placeholder)) != (marks := said.count(mark)):
                 raise ValueError(
-                    f"the chat template writes {placeholder} {count} times for {marks} {what}"
+                    f"the chat template writes {placeholder} {count} times for {marks}"
+                    f" {MEDIA_OF_MARK[mark]}s"
                 )
         marks_of = {own: mark for mark, own in self._placeholders.items()}
         found = re.findall("|".join(map(re.escape, marks_of)), text)
         if [marks_of[own] for own in found] != MARKS.findall(said):
-            raise ValueError("the chat template writes images and videos in a different order")
+            raise ValueError("the chat template writes files in a different order")
         spans = spans if self._template.marks else self._answers(messages, text)
         spans = _trained(turns, spans)
         around = around or [ALONE] * len(MARKS.findall(said))
@@ -261,9 +285,7 @@ class Chat:
                 f"the chat template writes an image in another form than {self._mark}, which is not"
                 " supported"
             )
-        takes = (MARK not in turn.said or self._takes_images) and (
-            FILM not in turn.said or self._takes_videos
-        )
+        takes = all(self._takes[mark] for mark in set(MARKS.findall(turn.said)))
         listed = takes if pictured else turn.listed and self._takes_parts
         if not listed and (pictured or self._takes_texts):
             content: Any = MARKS.sub(lambda mark: self._placeholders[mark[0]], turn.said)
@@ -291,15 +313,17 @@ class Chat:
             offsets += [(first + at, end + at) for first, end in encoding.offsets]
             at += len(piece) + len(self._mark)
         array, places = np.array(ids, np.int64), np.array(offsets, np.int64).reshape(-1, 2)
-        for own in filter(None, (self._image, self._video)):
+        for own in filter(None, self._row_tokens.values()):
             array[array == self._rules.token_to_id(own)] = IMAGE_ROW
         return array, places[:, 0], places[:, 1]
 
     @property
     def _rows(self) -> dict[str, str]:
         """Tokens of rows, by the placeholder that the template writes."""
-        own = {placeholder: placeholder for placeholder in self._placeholders.values()}
-        return own | {self._mark: self._image or self._mark}
+        return {
+            placeholder: self._row_tokens[mark] or placeholder
+            for mark, placeholder in self._placeholders.items()
+        }
 
     @cached_property
     def _specials(self) -> re.Pattern[str]:
@@ -357,16 +381,16 @@ class Chat:
         return ASKED in said and "'type'" not in said
 
     @cached_property
-    def _takes_images(self) -> bool:
-        """True if the template itself writes the placeholder of an image."""
-        said = self._tried([{"role": "user", "content": _content(MARK + ASKED)}])
-        return self._takes_parts and said.count(self._mark) == 1
-
-    @cached_property
-    def _takes_videos(self) -> bool:
-        """True if the template itself writes the placeholder of a video."""
-        said = self._tried([{"role": "user", "content": _content(FILM + ASKED)}])
-        return self._takes_parts and said.count(self._placeholders[FILM]) == 1
+    def _takes(self) -> dict[str, bool]:
+        """By mark: True if the template itself writes the placeholder of such a file."""
+        said = {
+            mark: self._tried([{"role": "user", "content": _content(mark + ASKED)}])
+            for mark in self._placeholders
+        }
+        return {
+            mark: self._takes_parts and said[mark].count(placeholder) == 1
+            for mark, placeholder in self._placeholders.items()
+        }
 
     @cached_property
     def _images_elsewise(self) -> bool:
@@ -378,7 +402,7 @@ class Chat:
             self._tried([{"role": "user", "content": _content(text)}])
             for text in (MARK + ASKED, ASKED)
         )
-        return self._takes_parts and not self._takes_images and said not in ("", without)
+        return self._takes_parts and not self._takes[MARK] and said not in ("", without)
 
     def _asked(self, text: str) -> dict[str, Any]:
         return {"role": "user", "content": text if self._takes_texts else _content(text)}
@@ -392,9 +416,9 @@ class Chat:
 
 
 def _parts_of(names: Sequence[str], around: Sequence[Around]) -> Iterator[Part]:
-    """Yield every part of every image."""
+    """Yield every part of every file."""
     for name, texts in zip(names, around, strict=True):
-        yield from (Part(IMAGE, name, part=part) for part in range(len(texts) - 1))
+        yield from (part_of(name, part) for part in range(len(texts) - 1))
 
 
 def _with_parts(
@@ -442,7 +466,7 @@ def _content(text: str) -> list[dict[str, str]]:
 
     A line break after a mark, or before a mark at the end, belongs to the mark and is dropped.
     """
-    types = {MARK: "image", FILM: "video"}
+    types = MEDIA_OF_MARK
     for mark in types:
         text = text.replace(mark + "\n", mark)
         text = text.removesuffix("\n" + mark) + mark if text.endswith("\n" + mark) else text

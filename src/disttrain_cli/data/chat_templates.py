@@ -152,6 +152,15 @@ def video_token(folder: Path, rules: Rules, given: int | None = None) -> str | N
     return VIDEO_TOKEN if rules.token_to_id(VIDEO_TOKEN) is not None else None
 
 
+def audio_token(folder: Path, rules: Rules) -> str | None:
+    """Return the placeholder of a clip: the token that the model's config.json names, if any."""
+    path = folder / "config.json"
+    model = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    inside = model.get("thinker_config", model)
+    number = inside.get("audio_token_id", inside.get("audio_token_index"))
+    return rules.id_to_token(number) if isinstance(number, int) else None
+
+
 def _environment(note: Callable[[str], None]) -> LimitedEnvironment:
     """Return the jinja2 environment of transformers; `note` is called with every marked part."""
     import jinja2

@@ -64,6 +64,15 @@ def read_clip_header(read: Read, file_bytes: int) -> ClipHeader:
         return _header(file)
 
 
+def suffix_of(data: bytes) -> str | None:
+    """Return the usual suffix of a sound file; None for other files."""
+    if data[:4] in (b"RIFF", b"RF64") and data[8:12] == b"WAVE":
+        return "wav"
+    if data[:3] == b"ID3" or data[:2] in (b"\xff\xfb", b"\xff\xf3", b"\xff\xf2"):
+        return "mp3"
+    return {b"fLaC": "flac", b"OggS": "ogg"}.get(data[:4])
+
+
 def decode_clip(data: bytes, longest_ms: int) -> Floats:
     """Return the samples of a sound file: the mean of its channels, resampled to 16 kHz."""
     read_clip_header(lambda offset, length: data[offset : offset + length], len(data))
@@ -80,6 +89,11 @@ def decode_clip(data: bytes, longest_ms: int) -> Floats:
         raise ValueError("samples that are not finite numbers")
     mono = samples.mean(axis=1)
     return mono if header.rate_hz == RATE_HZ else _resampled(mono, header.rate_hz)
+
+
+def in_whole_ms(samples: Floats) -> Floats:
+    """Return samples at 16 kHz with silence up to the next millisecond, as an index states them."""
+    return np.pad(samples, (0, -len(samples) % (RATE_HZ // 1000)))
 
 
 def _ends(tail: bytes) -> bool:

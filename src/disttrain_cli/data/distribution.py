@@ -33,6 +33,7 @@ from disttrain_cli.spec.files import Strict, fingerprint, parse_yaml, validate
 from disttrain_cli.spec.heads import Head, Item
 from disttrain_cli.spec.index import KINDS, SAMPLE_SPECIALS, TEXT, UNREAD
 from disttrain_cli.spec.inputs import ModelInputs
+from disttrain_cli.spec.library_calls import RATE_HZ
 from disttrain_cli.spec.runfile.data import DistributionSpec
 from disttrain_cli.spec.suggestions import listed
 
@@ -53,11 +54,16 @@ SHORTEST = SAMPLE_SPECIALS + LAST_TEXT
 SHORT_SIDE, ASPECT, UPRIGHT, CAPTION, WEIGHT, PLACE, PLACE_INSIDE, TEXT_SHARE, LENGTH = range(
     10, 19
 )
+DURATION = 19
 
 
 class LogNormal(Strict):
     median: float = Field(gt=0)
     sigma: float = Field(gt=0, description="Standard deviation of the logarithm of the size.")
+
+
+#: Durations of clips where a model's clips have different lengths: sentences, and some silence.
+CLIP_MS, CLIP_LIMITS_MS = LogNormal(median=6000, sigma=0.7), (300, 30_000)
 
 
 class Distribution(Strict):
@@ -191,7 +197,13 @@ def _items(
         count = asked.get(item, 0) if heads else 0
         if not count:
             continue
-        sizes = None if heads[0].alike else image_sizes(form, count, spec.min_side_px)
+        sizes = None
+        if not heads[0].alike:
+            sizes = (
+                clip_sizes(form, count)
+                if item == "audio"
+                else image_sizes(form, count, spec.min_side_px)
+            )
         sizes = np.ones((count, 2), dtype=np.int64) if sizes is None else sizes
         kinds.append(np.full(count, KINDS[item], dtype=np.int64))
         grids.append(heads[0].grids(sizes))
@@ -214,6 +226,13 @@ def _items(
         parts,
         of_parts,
     )
+
+
+def clip_sizes(form: Distribution, count: int) -> Ints:
+    """Return the durations of clips in ms and their rate: [count, 2]."""
+    drawn = _log_normal(CLIP_MS, _uniform(count, form.seed, DURATION)).clip(*CLIP_LIMITS_MS)
+    durations = drawn.astype(np.int64)
+    return np.stack([durations, np.full(count, RATE_HZ)], axis=1)
 
 
 def _cut(head: Head, sizes: Ints) -> tuple[Ints, Ints, Ints]:

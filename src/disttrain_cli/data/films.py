@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 
 from disttrain_cli.data.videos import VideoHeader, decode_frames, stored_header, video_header
 from disttrain_cli.spec.heads import ImageInput
+from disttrain_cli.spec.library_calls import Frames
+from disttrain_cli.spec.library_processor import LibraryProcessor
 from disttrain_cli.spec.video_processor import NHZ, TEMPORAL, Film
 
 Bytes = NDArray[np.uint8]
@@ -59,6 +61,20 @@ def check_patches(data: bytes, image: ImageInput) -> None:
     numbers = image.video.numbers(_film(stored_header(data)))
     for _ in decode_frames(data, sorted(set(numbers))):
         pass
+
+
+def sampled_frames(data: bytes, processor: LibraryProcessor) -> Frames:
+    """Return the frames of a video that the library's processor samples, upright.
+
+    Raises:
+        ValueError: the video is damaged, or has too few frames.
+    """
+    film = _film(stored_header(data))
+    numbers = processor.frames(film)
+    frames = dict(decode_frames(data, sorted(set(numbers))))
+    pixels = np.stack([frames[number] for number in numbers])
+    height, width = pixels.shape[1:3]
+    return Frames(pixels, film._replace(width_px=width, height_px=height), numbers)
 
 
 def resized(pixels: Bytes, height: int, width: int, how: str) -> Bytes:

@@ -17,26 +17,30 @@ from disttrain_cli.spec.inputs import Positions
 
 
 def sample_positions(
-    scheme: Positions, length: int, grids: Iterable[tuple[int, Ints]] = ()
+    scheme: Positions, length: int, grids: Iterable[tuple[int, Ints, *tuple[int, ...]]] = ()
 ) -> Ints:
     """Return the positions of a sample of `length` tokens: [length], or [3, length] with M-RoPE.
 
     Args:
-        grids: of each image or video in order, the index of its first token and its tokens'
-            positions in its grid (`grid_positions`).
+        grids: of each image or video in order, the index of its first token, its tokens' positions
+            in its grid (`grid_positions`) and, where it is not the number after the largest row or
+            column, the position of the next token in it.
     """
     counted = np.arange(length)
     if scheme == "1d":
         return counted
     positions = np.tile(counted, (3, 1))
-    for place, inside in grids:
+    for place, inside, *following in grids:
         first, stop = int(positions[0, place]), place + inside.shape[1]
         positions[:, place:stop] = first + inside
-        positions[:, stop:] = first + 1 + inside[1:].max() + np.arange(length - stop)
+        after = following[0] if following else 1 + int(inside[1:].max())
+        positions[:, stop:] = first + after + np.arange(length - stop)
     return positions
 
 
-def joined_in_time(grids: Iterable[tuple[int, Ints, int | None]]) -> list[tuple[int, Ints]]:
+def joined_in_time(
+    grids: Iterable[tuple[int, Ints, int | None]],
+) -> list[tuple[int, Ints, *tuple[int, ...]]]:
     """Join the parts of a video that follow each other without a text between them.
 
     Args:
@@ -46,7 +50,7 @@ def joined_in_time(grids: Iterable[tuple[int, Ints, int | None]]) -> list[tuple[
     Returns:
         (index of the first token, positions) of each joined grid.
     """
-    made = list[tuple[int, Ints]]()
+    made = list[tuple[int, Ints, *tuple[int, ...]]]()
     for place, inside, time in grids:
         later = inside if time is None else inside + np.array([[time], [0], [0]])
         if time is not None and made and made[-1][0] + made[-1][1].shape[1] == place:

@@ -79,8 +79,8 @@ class ShardReader:
 
     def _own_texts(self, sample: int, segments: list[int]) -> list[list[int]]:
         """Return the token ids of the texts that the shard contains."""
-        files = [numbers for _, numbers in self._files_of(sample)]
         try:
+            files = self._files_of(sample)
             texts = self._shard(sample).texts(self._location(segments[0]), files)
             if self._index.pieces is not None and (piece := self._index.pieces[sample]).any():
                 first, characters = piece.tolist()

@@ -80,9 +80,9 @@ class SequencePlan:
         """Return the rows in the LLM of the parts of a file."""
         if not len(parts):
             return []
-        assert self.index.numbers is not None
-        first, numbers = self.segment_at[parts[0]], self.index.numbers[self.segments[parts[0]]]
-        placed = head.places(tuple(numbers.tolist()), len(parts))
+        first = self.segment_at[parts[0]]
+        numbers = self.index.numbers_of(int(self.segments[parts[0]]))
+        placed = head.places(numbers, len(parts))
         if placed is None:
             return [self._run(segment) for segment in parts.tolist()]
         return [own.moved(first) for own in placed]
@@ -117,22 +117,22 @@ class SequencePlan:
         if self.inputs.positions == "1d":
             return ranges(np.zeros(len(self.samples), dtype=np.int64), self.sample_tokens)
         grids, made = self._image_grids(), []
-        places = np.array([place for place, _ in grids], dtype=np.int64)
+        places = np.array([grid[0] for grid in grids], dtype=np.int64)
         for first, count in zip(self.sample_at, self.sample_tokens, strict=True):
             inside = np.flatnonzero((first <= places) & (places < first + count)).tolist()
-            of_sample = [(grids[at][0] - int(first), grids[at][1]) for at in inside]
+            of_sample = [(grids[at][0] - int(first), *grids[at][1:]) for at in inside]
             made.append(sample_positions(self.inputs.positions, int(count), of_sample))
         return np.concatenate(made, axis=1)
 
-    def _image_grids(self) -> list[tuple[int, Ints]]:
-        """Return (index of the first token, positions) of each image grid (`joined_in_time`)."""
+    def _image_grids(self) -> list[tuple[int, Ints, *tuple[int, ...]]]:
+        """Return each image grid, as `sample_positions` reads it."""
         head, times = next(iter(self.inputs.of("image")), None), dict[int, list[int]]()
         items = np.flatnonzero(self.kinds == ImageInput.kind).tolist()
         if isinstance(head, LibraryImages):
             return [
                 (
                     int(self.segment_at[at]),
-                    head.positions(self.index.numbers_of(int(self.segments[at]))),
+                    *head.positions(self.index.numbers_of(int(self.segments[at]))),
                 )
                 for at in items
             ]
@@ -160,6 +160,17 @@ class SequencePlan:
             known[file] = head.video.times(Film(*index.numbers[segment].tolist()))
         return known[file][part]
 
+    def _row_id(self, item: str, segment: int, tokenizer: Tokenizer) -> int:
+        """Return the id of the rows of an item."""
+        head = next(iter(self.inputs.of(item)), None)
+        if head is not None and head.packed:
+            own = head.row_id(self.index.numbers_of(int(self.segments[segment])))
+            assert own is not None
+            return own
+        if item == "target":
+            return tokenizer.context
+        return tokenizer.video if self.films[segment] else tokenizer.image
+
     def token_ids(self, tokenizer: Tokenizer, read_texts: ReadTexts) -> tuple[Ints, Ints]:
         """Return (ids, labels), each [L]."""
         ids = np.full(self.length, tokenizer.pad, dtype=np.int64)
@@ -172,10 +183,9 @@ class SequencePlan:
             self.end_trained[own],
         )
         for item, kind in KINDS.items():
-            films = self.films[self.kinds == kind].tolist()
-            for places, film in zip(self.rows(kind), films, strict=True):
-                read = tokenizer.video if film else tokenizer.image
-                ids[places.seen] = tokenizer.context if item == "target" else read
+            numbers = np.flatnonzero(self.kinds == kind).tolist()
+            for places, number in zip(self.rows(kind), numbers, strict=True):
+                ids[places.seen] = self._row_id(item, number, tokenizer)
         for first, given in self._fixed():
             inside = ids[first : first + len(given)]
             inside[given >= 0] = given[given >= 0]

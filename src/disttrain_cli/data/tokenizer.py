@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from disttrain_cli.data.chat import Chat
-from disttrain_cli.data.chat_templates import ChatTemplate, image_token, video_token
+from disttrain_cli.data.chat_templates import ChatTemplate, audio_token, image_token, video_token
 from disttrain_cli.data.tokenizer_folder import FILE, READ, read_tokenizer_folder
 from disttrain_cli.errors import SpecError
 from disttrain_cli.spec.runfile import Run
@@ -116,12 +116,15 @@ class FolderTokenizer:
             template = ChatTemplate(found.template, tokens) if found.template else None
             placeholder = image_token(folder, tokens, rules, image) if template else None
             of_videos = video_token(folder, rules, video) if template else None
+            of_clips = audio_token(folder, rules) if template else None
         except Exception as error:  # the libraries raise plain Exceptions for a bad file
             raise SpecError(
                 f"Cannot read the tokenizer {folder} (data.tokenizer)", str(error), CHOICES
             ) from None
         self._rules = rules
-        self.chat = Chat(template, rules, placeholder, processor, of_videos) if template else None
+        self.chat = (
+            Chat(template, rules, placeholder, processor, of_videos, of_clips) if template else None
+        )
         self.vocabulary = (
             max(max(rules.get_vocab(with_added_tokens=True).values(), default=-1), image or 0) + 1
         )

@@ -388,6 +388,15 @@ _OWN: dict[str, Architecture] = {
         library_tower.images_of,
         projectors=("none",),
     ),
+    "library_audio_tower": Architecture(
+        "encoder",
+        "audio",
+        "transformers:PreTrainedModel",
+        library_tower.read,
+        library_tower.makers,
+        library_tower.clips_of,
+        projectors=("none",),
+    ),
     "whisper": Architecture(
         "encoder",
         "audio",
@@ -612,7 +621,7 @@ def _folder(run: Run, name: str, folder: str) -> tuple[str, dict[str, Any]]:
         given = "PixArtTransformer2DModel"  # diffusers' remapping of folders older than the class
     published = published_in(path.parent)
     kind = run.file.model.modules[name].kind
-    part = None if published is None else published.family.of_kind(kind)
+    part = None if published is None else published.family.part(name, kind)
     if published is not None and part is not None:
         return published.architecture(part), section_fields(published, part)
     architecture, inside = _ALIASES.get(given, (given, None))

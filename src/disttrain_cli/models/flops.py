@@ -25,7 +25,7 @@ from disttrain_cli.models.probe import probe_batch, probe_work, state_at
 from disttrain_cli.models.signatures import SignatureMode
 from disttrain_cli.models.weight_parts import WeightPart, add_weight_gradients, deferred, split
 from disttrain_cli.spec.heads import Head
-from disttrain_cli.spec.library_images import LibraryImages
+from disttrain_cli.spec.library_images import LibraryItems
 from disttrain_cli.spec.profile import Polynomial
 from disttrain_cli.spec.runfile import Run
 from disttrain_cli.spec.work import Work
@@ -151,7 +151,7 @@ def _sizes(head: Head | None) -> list[dict[str, Any]]:
         ]
     if head.alike:
         return [{head.item: 1}]
-    if isinstance(head, LibraryImages):
+    if isinstance(head, LibraryItems):
         small, medium, large = head.spread
         return [{head.item: grids} for grids in ([small], [medium], [small, small], [large])]
     p = head.period

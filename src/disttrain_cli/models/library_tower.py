@@ -1,11 +1,13 @@
-"""Vision tower and projector of any image-text family as one layer, as the library has them.
+"""Tower and projector of any image-text or audio-text family as one layer, as the library has them.
 
-Their rows come from the library's `get_image_features`. What the whole model does with these rows
-is recorded once, from its own forward with stand-ins for LLM and tower (`Glue`): a family whose
-rows are anything but the input of the LLM at the places of its image tokens is refused by name.
+Their rows come from the library's `get_image_features`, `get_video_features` and
+`get_audio_features`. What the whole model does with these rows is recorded once, from its own
+forward with stand-ins for LLM and tower (`Glue`): a family whose rows are anything but the input of
+the LLM at the places of its tokens is refused by name.
 
-The layer holds all of the model's base class but the LLM. Its buffers are computed for real though
-its weights are built on the meta device, and are no state: a cast to bf16 would degrade them.
+The layer holds all of the model's base class but the LLM, and but the other tower. Its buffers are
+computed for real though its weights are built on the meta device, and are no state: a cast to bf16
+would degrade them.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,24 +42,45 @@ from disttrain_cli.models.configs.checks import (
 from disttrain_cli.models.configs.decoders import sees_vision
 from disttrain_cli.models.empty_weights import empty_weights
 from disttrain_cli.models.host import to_device
-from disttrain_cli.models.layer import Batch, Items, TensorSpec, features_name
+from disttrain_cli.models.layer import (
+    Batch,
+    Items,
+    PipelineLayer,
+    TensorSpec,
+    embeds_name,
+    features_name,
+)
 from disttrain_cli.models.library_attention import for_images
 from disttrain_cli.models.library_frame import TOKEN_INPUTS
 from disttrain_cli.models.parallel import split
-from disttrain_cli.models.towers import EMBEDS, ImageLayer
-from disttrain_cli.spec.library_images import ABSENT, FLAGS, VALUES, LibraryImages
-from disttrain_cli.spec.library_processor import (
-    LARGER,
-    SIZE,
-    digest_of,
-    library_processor,
+from disttrain_cli.spec.families.folder import PublishedFolder
+from disttrain_cli.spec.families.library import AUDIO_PARTS
+from disttrain_cli.spec.heads import Item
+from disttrain_cli.spec.library_calls import Media
+from disttrain_cli.spec.library_images import (
+    ABSENT,
+    FLAGS,
+    VALUES,
+    LibraryClips,
+    LibraryImages,
+    LibraryItems,
+    LibraryVideos,
 )
+from disttrain_cli.spec.library_processor import LibraryProcessor, digest_of
 from disttrain_cli.spec.runfile import Run
 from disttrain_cli.spec.runfile.model import PROJECTORS, ModuleSpec
 
-FEATURES = "get_image_features"
+#: Functions of base classes that return a tower's rows, by what it reads; the first one is called
+#: for most items.
+FEATURES: dict[Media, str] = {
+    "image": "get_image_features",
+    "video": "get_video_features",
+    "audio": "get_audio_features",
+}
 #: Names of the LLM and of vision models in base classes.
 LLMS = ("language_model", "text_model")
+#: Fields of the output of a function of `FEATURES` that may be a whole model's rows.
+OUTPUTS = ("pooler_output", "last_hidden_state")
 #: Outputs of inner blocks of a vision tower (DeepStack), and the LLM's arguments of their rows,
 #: which it adds to those of its first layers.
 DEEP, DEEP_ROWS, DEEP_MASK = "deepstack_features", "deepstack_visual_embeds", "visual_pos_masks"
@@ -150,9 +173,9 @@ MOST = 4  # models whose structure is cached
 
 def _made(config: Any) -> Whole:
     from huggingface_hub.errors import StrictDataclassError
-    from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    from transformers import MODEL_FOR_MULTIMODAL_LM_MAPPING
 
-    kind, made = config.model_type, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
+    kind, made = config.model_type, MODEL_FOR_MULTIMODAL_LM_MAPPING[type(config)]
     if config.is_encoder_decoder:
         raise refused(kind, f"{made.__name__} is an encoder-decoder")
     try:
@@ -165,8 +188,9 @@ def _made(config: Any) -> Whole:
         ) from None
     base = getattr(model, "model", None)
     llm = next((name for name in LLMS if isinstance(getattr(base, name, None), nn.Module)), None)
-    if base is None or llm is None or not hasattr(base, FEATURES):
-        why = f"a model with {FEATURES} and an LLM ({' or '.join(LLMS)})"
+    functions = FEATURES["image"], FEATURES["audio"]
+    if base is None or llm is None or not any(hasattr(base, one) for one in functions):
+        why = f"a model with {' or '.join(functions)} and an LLM ({' or '.join(LLMS)})"
         raise refused(kind, f"{made.__name__} has no `model` of the usual form: {why}")
     return Whole(model, base, llm)
 
@@ -177,8 +201,10 @@ def refused(model_type: str, why: str) -> SpecError:
 
 
 class Glue(NamedTuple):
-    """Arguments of `get_image_features` in the library's own forward."""
+    """Call of a function of `FEATURES` in the library's own forward."""
 
+    function: str
+    output: str  # field of its output with the rows
     inputs: tuple[tuple[str, str], ...]  # its argument, output of the processor
     constants: Mapping[str, Any]
     positions: Tensor | None  # [3, L] of the tokens (M-RoPE); None: counted from 0
@@ -252,11 +278,12 @@ class _Llm(nn.Module):
         raise _ReachedError(dict(zip(self.names, args, strict=False)) | kwargs)
 
 
-def glue_of(config: Any, given: Mapping[str, Tensor], image_token: int) -> Glue:
-    """Return how a whole model's forward calls `get_image_features`.
+def glue_of(config: Any, given: Mapping[str, Tensor], token: int, media: Media) -> Glue:
+    """Return how a whole model's forward calls the function of `FEATURES` for a type of file.
 
     Args:
-        given: all outputs of its processor for a text with one image.
+        given: all outputs of its processor for a text with one file.
+        token: id of its rows.
 
     Raises:
         SpecError: it does anything else with the rows than to make them the LLM's input.
@@ -271,10 +298,14 @@ def glue_of(config: Any, given: Mapping[str, Tensor], image_token: int) -> Glue:
     stand_in = _Llm(getattr(base, whole.llm), width)
     # first, as a model takes the device of its first weight for its own
     base._modules = {whole.llm: stand_in} | {**base._modules, whole.llm: stand_in}
-    rows = int((ids == image_token).sum())
+    function = FEATURES[media]
+    if not hasattr(base, function):
+        raise refused(kind, f"{type(base).__name__} has no {function}")
+    rows = int((ids == token).sum())
     features = 1.0 + torch.arange(rows * width, dtype=torch.float32).view(rows, width)
-    calls, names = list[dict[str, Any]](), _arguments(base)
-    levels = len(getattr(config.vision_config, "deepstack_visual_indexes", None) or ())
+    calls = list[dict[str, Any]]()
+    names = tuple(inspect.signature(getattr(base, function)).parameters)
+    levels = _levels(config) if media != "audio" else 0
 
     def forms() -> Iterator[Any]:
         yield (features,)
@@ -282,46 +313,56 @@ def glue_of(config: Any, given: Mapping[str, Tensor], image_token: int) -> Glue:
         yield features
 
     why, others = "", set[str]()
-    for form in forms():
+    for output, form in product(OUTPUTS, forms()):
         calls.clear()
-        base.__dict__[FEATURES] = partial(_features, calls, others, form, levels, names)
+        base.__dict__[function] = partial(_features, calls, others, {output: form}, levels, names)
         try:
             with torch.no_grad():
                 whole.model(**given)
         except _ReachedError as reached:
             positions = _checked(
-                kind, reached.arguments, stand_in, ids, ids == image_token, features
+                kind, reached.arguments, stand_in, ids, ids == token, features, media
             )
             deep = reached.arguments.get(DEEP_ROWS) or ()
-            return _glue(kind, calls, given)._replace(positions=positions, levels=len(deep))
+            glue = _glue(kind, calls, given, function, output)
+            return glue._replace(positions=positions, levels=len(deep))
         except Exception as error:  # other forms of the features fail in any way
             why = why or f"{type(error).__name__}: {' '.join(str(error).split())}"
-    if others:
+    if others := others - set(OUTPUTS):
         why = f"it reads {', '.join(sorted(others))} of the tower"
     raise refused(kind, f"its forward does not reach the LLM: {why}")
 
 
-def _arguments(base: Any) -> tuple[str, ...]:
-    return tuple(inspect.signature(getattr(base, FEATURES)).parameters)
+def _levels(config: Any) -> int:
+    """Return the inner blocks of a vision tower whose rows are read (DeepStack)."""
+    vision = getattr(config, "vision_config", None)
+    return len(getattr(vision, "deepstack_visual_indexes", None) or ())
 
 
 def _features(
     calls: list[dict[str, Any]],
     others: set[str],
-    form: Any,
+    made: Mapping[str, Any],
     levels: int,
     names: tuple[str, ...],
     *args: Any,
     **kwargs: Any,
 ) -> Any:
     calls.append(dict(zip(names, args, strict=False)) | kwargs)
+    (form,) = made.values()
     deep = [tree_map_only(Tensor, partial(torch.add, other=-n), form) for n in range(levels)]
-    return _Outputs(others, pooler_output=form, **{DEEP: deep or None})
+    return _Outputs(others, **made, **{DEEP: deep or None})
 
 
-def _glue(kind: str, calls: list[dict[str, Any]], given: Mapping[str, Tensor]) -> Glue:
+def _glue(
+    kind: str,
+    calls: list[dict[str, Any]],
+    given: Mapping[str, Tensor],
+    function: str,
+    output: str,
+) -> Glue:
     if len(calls) != 1:
-        raise refused(kind, f"its forward calls {FEATURES} {len(calls)} times")
+        raise refused(kind, f"its forward calls {function} {len(calls)} times")
     inputs, constants = [], {}
     for name, value in calls[0].items():
         if not isinstance(value, Tensor):
@@ -329,10 +370,10 @@ def _glue(kind: str, calls: list[dict[str, Any]], given: Mapping[str, Tensor]) -
             continue
         same = [other for other, own in given.items() if own is value or _equal(own, value)]
         if not same:
-            raise refused(kind, f"its forward changes {name} before {FEATURES}")
+            raise refused(kind, f"its forward changes {name} before {function}")
         inputs.append((name, name if name in same else same[0]))
     constants.pop("return_dict", None)
-    return Glue(tuple(inputs), constants, None)
+    return Glue(function, output, tuple(inputs), constants, None)
 
 
 def _equal(one: Any, other: Tensor) -> bool:
@@ -346,6 +387,7 @@ def _checked(
     ids: Tensor,
     rows: Tensor,
     features: Tensor,
+    media: Media,
 ) -> Tensor | None:
     """Return the three positions of an LLM's tokens, or None if they are counted.
 
@@ -358,13 +400,14 @@ def _checked(
     if not torch.equal(embeds[0, rows].float(), features):
         raise refused(kind, "its forward changes the tower's rows before the LLM reads them")
     if not torch.equal(embeds[0, ~rows].float(), llm.embed_tokens(ids)[~rows]):
-        raise refused(kind, "its forward changes the embeddings of tokens around an image")
+        raise refused(kind, "its forward changes the embeddings of other tokens")
     counted, positions = torch.arange(length), None
     for name, value in arguments.items():
         if name == "inputs_embeds" or name in IGNORED or value is None:
             continue
         if name == "attention_mask":
-            if not _is_causal(value) and not _sees_images(value, llm.config, rows):
+            each_other = rows if media != "audio" else torch.zeros_like(rows)
+            if not _is_causal(value) and not _sees_images(value, llm.config, each_other):
                 raise refused(kind, "its image tokens attend to later ones")
         elif name == "position_ids":
             if value.ndim == 3:
@@ -376,7 +419,7 @@ def _checked(
                 raise refused(kind, f"{TOKEN_INPUTS} reads other tokens than those of the text")
         elif name == DEEP_MASK:
             if not torch.equal(value.reshape(-1), rows):
-                raise refused(kind, "its LLM adds rows to other tokens than those of an image")
+                raise refused(kind, f"its LLM adds rows to other tokens than those of {media}s")
         elif name == DEEP_ROWS:
             if any(not torch.equal(one, features - level) for level, one in enumerate(value)):
                 raise refused(kind, "its forward changes the rows of the tower's inner blocks")
@@ -434,49 +477,74 @@ def unfit(tower: nn.Module) -> str | None:
     return None
 
 
-#: Names of vision models in base classes; all else is a projector.
-TOWERS = re.compile(r"vision|visual|image_tower")
+#: Names of towers in base classes; all else is a projector.
+TOWERS = re.compile(r"vision|visual|image_tower|audio_tower|encoder")
 
 _unused: dict[str, frozenset[str]] = {}
 
 
-class Tower(ImageLayer):
-    """Images → rows of embeddings for the LLM."""
+def parts_of(config: Any, base: nn.Module, llm: str, item: Item) -> list[str]:
+    """Return the names of a base class's children that belong to the tower of an item."""
+    names = [name for name, _ in base.named_children() if name != llm]
+    heard = [name for name in names if name in AUDIO_PARTS]
+    if getattr(config, "vision_config", None) is None:
+        return names
+    return heard if item == "audio" else [name for name in names if name not in heard]
+
+
+class Tower(PipelineLayer):
+    """Files → rows of embeddings for the LLM."""
 
     kind = "tower"
-    needs = ("image",)
+    by_rows = True
     redundant = True
 
-    def __init__(self, module: str, config: Any, head: LibraryImages, glue: Glue) -> None:
+    def __init__(
+        self, module: str, config: Any, head: LibraryItems, glues: Mapping[str, Glue]
+    ) -> None:
+        """
+        Args:
+            glues: of all types of files that it reads.
+        """
         from transformers import PreTrainedModel
 
         super().__init__()
-        self.name, self.module, self.head, self.glue = f"{module}.tower", module, head, glue
+        self.name, self.module, self.head, self.glues = f"{module}.tower", module, head, glues
+        self.item: Item = head.item
+        self.needs = (self.item,)
         width = config.get_text_config().hidden_size
+        names = (
+            embeds_name(self.item),
+            *(features_name(level) for level in range(next(iter(glues.values())).levels)),
+        )
         self.writes = tuple(
-            TensorSpec(name, "image", "tokens", (width,), split=True)
-            for name in (EMBEDS, *map(features_name, range(glue.levels)))
+            TensorSpec(name, self.item, "tokens", (width,), split=True) for name in names
         )
         whole = whole_model(config)
         self.tower = whole.base
-        delattr(self.tower, whole.llm)
+        own = parts_of(config, whole.base, whole.llm, self.item)
+        for name in [name for name, _ in self.tower.named_children() if name not in own]:
+            delattr(self.tower, name)
         for_images(self.tower)
         self.constants = _taken_buffers(self.tower)
         for part in self.tower.modules():
             for name, parameter in part.named_parameters(recurse=False):
                 part.register_parameter(name, nn.Parameter(parameter.detach().to("meta")))
-        names = {path.partition(".")[0] for path, _ in self.tower.named_parameters()}
-        self.published = {f"tower.{name}": name for name in sorted(names)}
+        published = {path.partition(".")[0] for path, _ in self.tower.named_parameters()}
+        self.published = {f"tower.{name}": name for name in sorted(published)}
         self.towers = tuple(
             f"tower.{name}."
             for name, part in self.tower.named_children()
             if TOWERS.search(name) and isinstance(part, PreTrainedModel)
         )
         self._placed: torch.device | None = None
-        key = repr(config.to_dict())
+        key = f"{self.item} {config.to_dict()!r}"
         if key not in _unused:
             _unused[key] = self._without_gradients()
         self.unused = _unused[key]
+
+    def is_empty(self, state: dict[str, Tensor], batch: Batch) -> bool:
+        return not batch.of(self.item).grids
 
     def owner_of(self, path: str) -> str:
         own = not self.towers or path.startswith(self.towers)
@@ -486,7 +554,7 @@ class Tower(ImageLayer):
         return path not in self.unused and super().trains(path)
 
     def _without_gradients(self) -> frozenset[str]:
-        """Return the parameters that images do not reach: norms after the block that is read, …"""
+        """Return the parameters that items do not reach: norms after the block that is read, …"""
         example = self.head.example(1)
         items = Items(
             [(int(example.table[0]), 1)],
@@ -494,7 +562,7 @@ class Tower(ImageLayer):
             tables={0: [example.table[None]]},
         )
         with torch.enable_grad():
-            made = self.compute({}, Batch({"image": items}))
+            made = self.compute({}, Batch({self.item: items}))
             sum(one.sum() for one in made.values()).backward()
         unused = {path for path, one in self.named_parameters() if one.grad is None}
         self.zero_grad(set_to_none=True)
@@ -503,7 +571,7 @@ class Tower(ImageLayer):
     def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
         like = next(self.parameters())
         self._place(like)
-        items = batch.of("image")
+        items = batch.of(self.item)
         each = zip(items.values[0], items.tables[0], items.grids, strict=True)
         made = [self._rows(values, table, count, like) for values, table, (count, _) in each]
         together = map(torch.cat, zip(*made, strict=True))
@@ -513,31 +581,32 @@ class Tower(ImageLayer):
         }
 
     def _rows(self, values: Tensor, table: Any, count: int, like: Tensor) -> list[Tensor]:
-        """Return the `count` rows of an image, and those of the tower's inner blocks.
+        """Return the `count` rows of a file, and those of the tower's inner blocks.
 
         Of an example (`LibraryImages.example`) there are about as many.
         """
         inputs = unpacked(self.head.inputs, values, table[0])
+        glue = next(one for one in self.glues.values() if one.inputs[0][1] in inputs)
         given = {
             argument: inputs[name].to(like.dtype)
             if inputs[name].is_floating_point()
             else inputs[name]
             if _has_no_values(like)
             else to_device(inputs[name], like.device)
-            for argument, name in self.glue.inputs
+            for argument, name in glue.inputs
             if name in inputs
         }
         rows = int(table[0, 0])
         if rows == 1:  # classes squeeze the rows of a batch with one row away
             given = {name: torch.cat([value, value]) for name, value in given.items()}
         with _NumbersOnHost(like.device) if _has_no_values(like) else nullcontext():
-            made = getattr(self.tower, FEATURES)(**given, **self.glue.constants, return_dict=True)
-            deep = getattr(made, DEEP) if self.glue.levels else ()
-            found = [flat_rows(one) for one in (made.pooler_output, *deep)]
+            made = getattr(self.tower, glue.function)(**given, **glue.constants, return_dict=True)
+            deep = getattr(made, DEEP) if glue.levels else ()
+            found = [flat_rows(one) for one in (getattr(made, glue.output), *deep)]
         if any(len(one) != (2 if rows == 1 else rows) for one in found):
             raise SpecError(
                 f"The tower of {self.head.folder} and its processor do not fit",
-                f"{len(found[0])} rows of an image for which the processor writes {rows} tokens",
+                f"{len(found[0])} rows of a file for which the processor writes {rows} tokens",
                 "Download the folder again, with its processor's files.",
             )
         if rows == count == len(found[0]):
@@ -559,7 +628,7 @@ class Tower(ImageLayer):
 
 
 def flat_rows(pooled: Any) -> Tensor:
-    """Return the rows of all images, in order, from any of the forms that classes return."""
+    """Return the rows of all files, in order, from any of the forms that classes return."""
     rows = (
         torch.cat([flat_rows(one) for one in pooled])
         if isinstance(pooled, (list, tuple))
@@ -569,7 +638,7 @@ def flat_rows(pooled: Any) -> Tensor:
 
 
 def unpacked(names: tuple[str, ...], values: Tensor, table: Any) -> dict[str, Tensor]:
-    """Return the inputs of an image from their packed form (`library_images.Packed`).
+    """Return the inputs of a file from their packed form (`library_images.Packed`).
 
     Integers stay on the host.
     """
@@ -640,71 +709,130 @@ _unfits: dict[str, str | None] = {}
 
 
 def images_of(run: Run, module: ModuleConfig) -> LibraryImages:
-    """Return the tower's requirements: images as the folder's own processor prepares them."""
-    published = run.published
-    if published is None or published.file.parent != run.resolve(
-        run.file.model.modules[module.name].folder or ""
-    ):
-        raise refused(module.config.model_type, "its tower is used only with model.folder")
-    if run.file.samples.answers:
-        raise SpecError(
-            "samples.answers: this model's images are not read when sampling",
-            "its tower runs as one layer, with the library's own processor",
-            "Leave samples.answers out.",
-        )
+    """Return the tower's requirements: images as the folder's own processor prepares them.
+
+    Raises:
+        SpecError: the family's images, or the videos that the run reads, are not trained exactly.
+    """
+    published = _published(run, module)
     if "max_image_pixels" in run.file.data.model_fields_set:
         raise SpecError(
             "data.max_image_pixels is not read by this model's image processor",
             "its images have the sizes that the processor's own files say",
             "Leave data.max_image_pixels out; lower the processor's own budget, if it has one.",
         )
-    folder = published.path
-    token = published.image_token
-    if token is None:
-        token = getattr(module.config, "image_token_id", None)
-    if not isinstance(token, int):
-        raise refused(module.config.model_type, "its config.json names no image_token_id")
-    glue = glue_from(str(folder), token, digest_of(folder), module.config)
-    return LibraryImages(
+    head = LibraryImages(
         module=module.name,
-        folder=str(folder),
-        image_token=token,
-        inputs=glue.names,
-        digest=digest_of(folder),
-        mrope=glue.positions is not None,
+        image_token=_token(published, module, "image"),
+        video=_videos(run, published, module),
+        **_of_folder(published),
     )
+    return _completed(head, module)
 
 
-def _check_positions(kind: str, found: Tensor, ids: Tensor, row: int, inside: Tensor) -> None:
-    """Raise SpecError if positions are not those of an image inside counted ones.
+def clips_of(run: Run, module: ModuleConfig) -> LibraryClips:
+    """Return an audio tower's requirements: clips as the folder's own processor prepares them.
 
-    They are computed for each image alone (`data.positions.sample_positions`).
+    Raises:
+        SpecError: the family's clips are not trained exactly.
+    """
+    published = _published(run, module)
+    token = _token(published, module, "audio")
+    head = LibraryClips(module=module.name, audio_token=token, **_of_folder(published))
+    return _completed(head, module)
+
+
+def _published(run: Run, module: ModuleConfig) -> PublishedFolder:
+    published = run.published
+    if published is None or published.file.parent != run.resolve(
+        run.file.model.modules[module.name].folder or ""
+    ):
+        raise refused(module.config.model_type, "its tower is used only with model.folder")
+    return published
+
+
+def _token(published: PublishedFolder, module: ModuleConfig, media: Media) -> int:
+    token = published.token(media)
+    if token is None:
+        raise refused(module.config.model_type, f"its config.json names no {media}_token_id")
+    return token
+
+
+def _of_folder(published: PublishedFolder) -> dict[str, Any]:
+    folder = published.path
+    return {"folder": str(folder), "digest": digest_of(folder)}
+
+
+def _videos(run: Run, published: PublishedFolder, module: ModuleConfig) -> LibraryVideos | None:
+    asked = run.file.data.video
+    if asked is None:
+        return None
+    if asked.max_pixels is not None:
+        raise SpecError(
+            "data.video.max_pixels is not read by this model's video processor",
+            "its frames have the sizes that the processor's own files say",
+            "Leave data.video.max_pixels out; lower the processor's own budget, if it has one.",
+        )
+    token = _token(published, module, "video")
+    return LibraryVideos(token=token, fps=asked.fps, max_frames=asked.max_frames)
+
+
+def _completed(head: Any, module: ModuleConfig) -> Any:
+    """Return a head with the inputs that the functions of its tower read."""
+    glues = glues_of(head, module.config).values()
+    names = dict.fromkeys(name for glue in glues for name in glue.names)
+    mrope = any(glue.positions is not None for glue in glues)
+    return head.model_copy(update={"inputs": tuple(names), "mrope": mrope})
+
+
+def _check_positions(
+    kind: str, found: Tensor, ids: Tensor, row: int, inside: Tensor, following: int
+) -> None:
+    """Raise SpecError if positions are not those of a file inside counted ones.
+
+    They are computed for each file alone (`data.positions.sample_positions`).
     """
     first = int((ids == row).nonzero()[0])
     made = torch.arange(len(ids)).repeat(3, 1)
     stop = first + inside.shape[1]
     made[:, first:stop] = first + inside
-    made[:, stop:] = first + 1 + inside[1:].max() + torch.arange(len(ids) - stop)
+    made[:, stop:] = first + following + torch.arange(len(ids) - stop)
     if not torch.equal(made, found):
         raise refused(kind, "its positions are of a form that is not known")
 
 
-_glues: dict[tuple[str, int, str, str], Glue] = {}
+_glues: dict[tuple[Any, ...], Glue] = {}
 
 
-def glue_from(folder: str, token: int, digest: str, config: Any) -> Glue:
-    """Return the glue of a folder's model, recorded once per process."""
-    key = folder, token, digest, repr(config.to_dict())
+def glues_of(head: LibraryItems, config: Any) -> dict[str, Glue]:
+    """Return the glue of a folder's model for each type of file that is read.
+
+    Recorded once per process.
+    """
+    if isinstance(head, LibraryImages):
+        processors = [head.processor, *([] if head.video is None else [head.of_videos])]
+    else:
+        processors = [head.processor_of(head.large)]
+    return {one.call.media: _glue_from(one, head.digest, config) for one in processors}
+
+
+def _glue_from(processor: LibraryProcessor, digest: str, config: Any) -> Glue:
+    media = processor.call.media
+    key = str(processor.folder), processor.row, processor.call, digest, repr(config.to_dict())
     if key not in _glues:
-        processor = library_processor(Path(folder), token)
-        # large images may have inputs that small ones lack
-        size = max((SIZE, LARGER), key=lambda one: len(processor.complete(one)))
+        # large files may have inputs that small ones lack
+        size = max(processor.call.sizes, key=lambda one: len(processor.complete(one)))
         given = processor.complete(size)
-        glue = glue_of(config, given, token)
-        if glue.positions is not None:
-            inside = torch.from_numpy(processor.positions(size))
-            ids = given["input_ids"][0]
-            _check_positions(config.model_type, glue.positions, ids, processor.row, inside)
+        glue = glue_of(config, given, processor.row, media)
+        ids = given["input_ids"][0]
+        if glue.positions is not None and media == "audio":
+            if not torch.equal(glue.positions, torch.arange(len(ids)).expand(3, -1)):
+                raise refused(config.model_type, "the positions of its clips are not counted")
+            glue = glue._replace(positions=None)
+        elif glue.positions is not None:
+            inside, following = processor.positions(size)
+            own = processor.row, torch.from_numpy(inside), following
+            _check_positions(config.model_type, glue.positions, ids, *own)
         _glues[key] = glue
     return _glues[key]
 
@@ -712,7 +840,8 @@ def glue_from(folder: str, token: int, digest: str, config: Any) -> Glue:
 def makers(joined: Joined) -> list[LayerMaker]:
     """Return the factory of the one layer."""
     module, head = joined.module, joined.head
-    assert isinstance(head, LibraryImages)
-    glue = glue_from(head.folder, head.image_token, head.digest, module.config)
-    std = getattr(module.config.vision_config, "initializer_range", 0.02)
-    return [LayerMaker(partial(Tower, module.name, module.config, head, glue), std)]
+    assert isinstance(head, LibraryItems)
+    section = "vision_config" if head.item == "image" else "audio_config"
+    std = getattr(getattr(module.config, section, None), "initializer_range", 0.02)
+    make = partial(Tower, module.name, module.config, head, glues_of(head, module.config))
+    return [LayerMaker(make, std)]

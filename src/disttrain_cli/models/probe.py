@@ -16,7 +16,7 @@ from disttrain_cli.models.graph import LayerInfo, live_tensors
 from disttrain_cli.models.layer import Batch, Items, TensorSpec
 from disttrain_cli.spec.heads import Grid, Item
 from disttrain_cli.spec.inputs import ModelInputs
-from disttrain_cli.spec.library_images import LibraryImages
+from disttrain_cli.spec.library_images import LibraryItems
 from disttrain_cli.spec.work import Work
 
 Given = int | Sequence[Grid]
@@ -163,7 +163,7 @@ def _items(
 ) -> Items:
     values, tables = {}, {}
     for number, head in enumerate(inputs.of(item)):
-        if isinstance(head, LibraryImages):
+        if isinstance(head, LibraryItems):
             packed = [head.example(rows * columns) for rows, columns in grids]
             values[number] = [torch.from_numpy(one.values)[None] for one in packed]
             tables[number] = [one.table[None] for one in packed]

@@ -15,9 +15,11 @@ from disttrain_cli.errors import SpecError
 from disttrain_cli.models import recurrent
 from disttrain_cli.models.architectures import architectures, decoder_of, read_decoder
 from disttrain_cli.models.library_attention import packed
-from disttrain_cli.models.library_tower import refused, unfit, whole_model
-from disttrain_cli.spec.families.library import library_classes, library_family
+from disttrain_cli.models.library_tower import FEATURES, refused, unfit, whole_model
+from disttrain_cli.spec.families.library import TABLES, library_classes, library_family
 from disttrain_cli.spec.families.table import FAMILIES
+
+THINKER = "_thinker"  # suffix of the model_type of an Omni's part
 
 
 class Decoder(NamedTuple):
@@ -32,12 +34,13 @@ class Decoder(NamedTuple):
 
 
 class ImageText(NamedTuple):
-    """Support of a family of whole models that read images."""
+    """Support of a family of whole models that read images, videos or clips."""
 
     model_type: str
     tower: str  # "in layers", or "whole": as one layer
     llm: str  # model_type of its LLM, "" if unknown
     refused: str | None = None
+    reads: tuple[str, ...] = ()  # of "image", "video" and "audio"
 
 
 def decoders(names: tuple[str, ...] = ()) -> list[Decoder]:
@@ -49,9 +52,12 @@ def decoders(names: tuple[str, ...] = ()) -> list[Decoder]:
 
 
 def image_text_families(names: tuple[str, ...] = ()) -> list[ImageText]:
-    """Return the image-text families of the installed library, likewise."""
+    """Return the image-text and audio-text families of the installed library, likewise."""
+    known = library_classes().keys() | library_classes(TABLES[1]).keys()
+    # published folders of these hold the part that reads and writes texts in a section
+    known -= {name.removesuffix(THINKER) for name in known if name.endswith(THINKER)}
     with _quiet():
-        return [_image_text(name) for name in sorted(library_classes()) if _asked(name, names)]
+        return [_image_text(name) for name in sorted(known) if _asked(name, names)]
 
 
 @contextmanager
@@ -101,21 +107,28 @@ def _first_line(error: Exception) -> str:
 
 def _image_text(model_type: str) -> ImageText:
     if model_type in FAMILIES:
-        module = FAMILIES[model_type].modules["llm"]
-        return ImageText(model_type, "in layers", module.architecture or module.default)
+        family = FAMILIES[model_type]
+        module = family.modules["llm"]
+        reads = ("image", *(() if family.video is None else ("video",)))
+        llm = module.architecture or module.default
+        return ImageText(model_type, "in layers", llm, reads=reads)
     try:
-        config = _tried(model_type)
+        config, reads = _tried(model_type)
         llm = config.get_text_config()
         decoder_of(str(llm.model_type), packed(llm))
     except SpecError as error:
         return ImageText(model_type, "whole", "", _of_default(error))
     except Exception as error:  # whatever a class of the library raises
         return ImageText(model_type, "whole", "", f"its classes fail: {_first_line(error)}")
-    return ImageText(model_type, "whole", str(llm.model_type))
+    return ImageText(model_type, "whole", str(llm.model_type), reads=reads)
 
 
-def _tried(model_type: str) -> Any:
-    """Return a family's default configuration; SpecError if its class cannot be trained."""
+def _tried(model_type: str) -> tuple[Any, tuple[str, ...]]:
+    """Return a family's default configuration, and what it reads.
+
+    Raises:
+        SpecError: its class cannot be trained.
+    """
     from transformers import CONFIG_MAPPING
 
     if library_family(model_type) is None:
@@ -125,4 +138,5 @@ def _tried(model_type: str) -> Any:
     delattr(whole.base, whole.llm)
     if why := unfit(whole.base):
         raise refused(model_type, why)
-    return config
+    reads = (media for media, function in FEATURES.items() if hasattr(whole.base, function))
+    return config, tuple(reads)

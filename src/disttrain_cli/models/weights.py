@@ -168,7 +168,7 @@ def source_of(run: Run, module: str, part: str) -> Source | None:
         path,
         whole.model_type,
         whole_config(whole),
-        part=whole.family.of_kind(config.kind),
+        part=whole.family.part(module, config.kind),
         joint=joins_as(run.published, run.file.model),
     )
 

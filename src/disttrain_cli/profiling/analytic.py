@@ -49,7 +49,7 @@ from disttrain_cli.profiling.tp_overlap import overlap_savings
 from disttrain_cli.profiling.trial import first_of_kinds
 from disttrain_cli.profiling.versions import library_versions
 from disttrain_cli.spec.inputs import ModelInputs
-from disttrain_cli.spec.library_images import LibraryImages
+from disttrain_cli.spec.library_images import LibraryItems
 from disttrain_cli.spec.profile import DeviceProfile, Fingerprints, Profile
 from disttrain_cli.spec.progress import Progress, silent
 from disttrain_cli.spec.runfile import Run
@@ -214,7 +214,7 @@ def _sizes(inputs: ModelInputs, module: str, *, tp: int) -> list[dict[str, Any]]
         ]
     if head.alike:  # a TP group of a generator divides no rows
         return [{head.item: count * (1 if head.item == "target" else tp)} for count in (2, 5)]
-    if isinstance(head, LibraryImages):
+    if isinstance(head, LibraryItems):
         small, medium, large = head.spread
         return [{head.item: [*one] * tp} for one in ([small], [medium], [small] * 2, [large])]
     p = head.period

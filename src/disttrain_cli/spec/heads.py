@@ -6,7 +6,7 @@ A modality spec is called *head* in this code. Other packages add theirs (`spec.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, WithJsonSchema, model_validator
@@ -94,12 +94,21 @@ class Head(Strict):
         return False
 
     @property
-    def placeholder(self) -> str | None:
-        """Text that a chat template writes for an item; None = the token of its rows."""
-        return None
+    def placeholders(self) -> Mapping[str, str]:
+        """Texts that a chat template writes, by type of file; others are the token of its rows."""
+        return {}
 
     def ids(self, numbers: Numbers) -> tuple[int, ...] | None:
         """Return the ids of all tokens of a file, -1 for its rows; None if all are rows."""
+        return None
+
+    @property
+    def row_ids(self) -> Sequence[int]:
+        """Ids of rows, where they are not the tokenizer's placeholders."""
+        return ()
+
+    def row_id(self, numbers: Numbers) -> int | None:
+        """Return the id of a file's rows; None = the tokenizer's placeholder."""
         return None
 
     def written(self, files: Sequence[Numbers]) -> list[Written]:

@@ -20,7 +20,7 @@ from disttrain_cli.spec.heads import (
     TargetInput,
     number_of,
 )
-from disttrain_cli.spec.library_images import LibraryImages
+from disttrain_cli.spec.library_images import LIBRARY_HEADS
 from disttrain_cli.spec.plugins import with_plugins
 
 #: Modality spec classes by item, including those of other packages.
@@ -39,7 +39,7 @@ def _head(value: Any) -> Head:
     item = value.get("item") if isinstance(value, dict) else None
     if item not in HEADS:
         raise ValueError(f"item must be one of {', '.join(HEADS)}")
-    kind = LibraryImages if "form" in value else HEADS[item]
+    kind = (LIBRARY_HEADS if "form" in value else HEADS)[item]
     return kind.model_validate(value)
 
 
@@ -68,7 +68,12 @@ class ModelInputs(Strict):
             SerializeAsAny[Head],
             PlainValidator(_head),
             WithJsonSchema(
-                {"anyOf": [one.model_json_schema() for one in (*HEADS.values(), LibraryImages)]}
+                {
+                    "anyOf": [
+                        one.model_json_schema()
+                        for one in (*HEADS.values(), *LIBRARY_HEADS.values())
+                    ]
+                }
             ),
         ]
     ] = Field(
@@ -128,6 +133,11 @@ class ModelInputs(Strict):
     def images(self) -> list[ImageInput]:
         """Specs of every image encoder, in the model's order."""
         return [head for head in self.heads if isinstance(head, ImageInput)]
+
+    @property
+    def reads_videos(self) -> bool:
+        """True if an encoder reads videos."""
+        return any(getattr(head, "video", None) is not None for head in self.heads)
 
     @property
     def image(self) -> ImageInput | None:

@@ -1,6 +1,6 @@
-"""Processor of a published folder as the library runs it: inputs of an image, and the text for it.
+"""Processor of a published folder as the library runs it: inputs of a file, and the text for it.
 
-The text depends on the image's size alone, so that it is taken from a blank image while indexing.
+The text depends on the file's size alone, so that it is taken from a blank one while indexing.
 Classes of the installed library only: code in the folder is never run. The library, which needs
 torch for it, is imported when a processor is first used: folders of families that are known here by
 their rules do without.
@@ -11,8 +11,9 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+import math
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, cached_property, lru_cache
 from importlib import import_module
@@ -21,8 +22,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from disttrain_cli.errors import SpecError
-from disttrain_cli.spec.cutting import Size
 from disttrain_cli.spec.extras import install_command
+from disttrain_cli.spec.heads import Numbers
+from disttrain_cli.spec.library_calls import RATE_HZ, AudioCall, Call, VideoCall
+from disttrain_cli.spec.video_processor import Film
 
 if TYPE_CHECKING:
     import numpy as np
@@ -30,29 +33,29 @@ if TYPE_CHECKING:
 
     Inputs = Mapping[str, NDArray[Any]]
 
-ROW = -1  # among the ids of an image: one row of the encoder's output
-SIZE: Size = (96, 64)  # of the image with which a processor is tried
-LARGER: Size = (1920, 1280)
-#: Outputs of a tokenizer, all others are the image's.
+ROW = -1  # among the ids of a file: one row of the encoder's output
+#: Outputs of a tokenizer, all others are the file's.
 KINDS = "mm_token_type_ids"
 OF_TEXT = ("input_ids", "attention_mask", "token_type_ids", KINDS)
 FILES = (
     *("processor_config.json", "preprocessor_config.json", "tokenizer.json"),
     *("tokenizer_config.json", "special_tokens_map.json"),
 )
+MINUTE_MS = 60_000
 MERGE = "spatial_merge_size"
 VIDEOS = "video_processor"
-#: Sizes for which a processor's own count is compared with its texts.
-COUNTED = ((64, 64), (640, 480), (480, 640), (211, 37), (97, 1024), (1600, 900), (2048, 2048))
+#: Field of an Omni's configuration with that of its part that reads and writes texts.
+THINKER = "thinker_config"
+#: Outputs of a clip with as many columns as its features: a model reads those that are set.
+MASK, FEATURES = "feature_attention_mask", "input_features"
+#: Arguments of positions under another name than the processor's output.
+OF_POSITIONS = {"second_per_grids": "video_second_per_grid"}
 #: Sizes whose texts, and whose counts of rows are cached.
 MOST, MOST_COUNTS = 4096, 1 << 17
-#: Heights that the library takes for the channels of an image with channels first
-#: (`transformers.image_utils.infer_channel_dimension_format`).
-CHANNELS = (1, 3)
 
 
 class Spelled(NamedTuple):
-    """Tokens that replace the placeholder of an image."""
+    """Tokens that replace the placeholder of a file."""
 
     before: str  # text before the first row
     ids: tuple[int, ...]  # from the first row to the last, `ROW` for each
@@ -84,67 +87,107 @@ class _Recorder:
 
 
 class LibraryProcessor:
-    """Processor of a folder whose images' rows have the token `image_token`."""
+    """Processor of a folder, for files of one type whose rows have the token `row`."""
 
-    def __init__(self, folder: Path, image_token: int) -> None:
+    def __init__(self, folder: Path, row: int, call: Call) -> None:
         """
         Raises:
-            SpecError: the library cannot load it, or it writes images in a form that cannot be
+            SpecError: the library cannot load it, or it writes files in a form that cannot be
                 mapped to rows.
         """
-        self.folder, self.row = folder, image_token
+        self.folder, self.row, self.call = folder, row, call
         self._processor = self._loaded()
         tokenizer = getattr(self._processor, "tokenizer", None)
         if tokenizer is None:
             raise self._refused(
                 f"transformers finds a {type(self._processor).__name__} in its files, which is no"
-                " processor of texts with images"
+                f" processor of texts with {call.media}s"
             )
+        self._check_call()
         self._tokenizer, self._recorder = tokenizer, _Recorder(tokenizer)
         self._processor.tokenizer = self._recorder
         self._processor._check_special_mm_tokens = lambda *_, **__: None  # the recorder's ids
-        self._row = tokenizer.convert_ids_to_tokens(image_token)
+        self._row = tokenizer.convert_ids_to_tokens(row)
         if not isinstance(self._row, str):
-            raise self._refused(
-                f"the tokenizer has no token {image_token}, the model's image token"
-            )
-        self._row_counts: dict[Size, int] = {}
+            raise self._refused(f"the tokenizer has no token {row}, the model's {call.media} token")
+        self._row_counts: dict[Numbers, int] = {}
         self.spelled = lru_cache(MOST)(self._quickly_spelled)
         self.turned = lru_cache(MOST)(self.positions)
         self._check_several()
 
-    def inputs(self, pixels: NDArray[np.uint8]) -> Inputs:
-        """Return the model's inputs for an image [H, W, RGB].
+    def inputs(self, content: Any) -> Inputs:
+        """Return the model's inputs for a file's content (`library_calls`).
 
         Raises:
-            ValueError: the processor refuses the image; the message has the reason.
+            ValueError: the processor refuses it; the message has the reason.
         """
-        return self._said(self.placeholder, [import_module("PIL.Image").fromarray(pixels)])[1]
+        return self._said(self.placeholder, [content])[1]
 
-    def blank(self, size: Size) -> Inputs:
-        """Return the model's inputs for a black image."""
-        return self._said(self.placeholder, [_blank(size)])[1]
+    def blank(self, numbers: Numbers) -> Inputs:
+        """Return the model's inputs for a blank file of this size."""
+        return self.inputs(self._blank(numbers))
 
-    def _quickly_spelled(self, size: Size) -> Spelled:
-        """Return the tokens for an image of this size; ValueError if the processor refuses it.
+    def frames(self, film: Film) -> list[int]:
+        """Return the numbers of a video's frames that are sampled."""
+        assert isinstance(self.call, VideoCall)
+        return self.call.frames(self._processor, film)
+
+    def misfit(self, numbers: Numbers) -> str | None:
+        """Return why a file of this size is not read; None if it is."""
+        if isinstance(self.call, AudioCall):
+            longest_ms = self.call.longest_ms(self._processor)
+            if numbers[0] > longest_ms:
+                return (
+                    f"a clip of {numbers[0] / 1e3:.1f} s, longer than the processor's limit of"
+                    f" {longest_ms / 1e3:g} s"
+                )
+        try:
+            rows = self.spelled(numbers).rows
+            if isinstance(self.call, AudioCall) and longest_ms == math.inf:
+                longer = numbers[0] + MINUTE_MS, *numbers[1:]
+                if self.spelled(longer).rows == rows:
+                    return f"a clip of {numbers[0] / 1e3:.1f} s: the processor reads its beginning"
+        except ValueError as error:
+            return str(error)
+        return None
+
+    def _blank(self, numbers: Numbers) -> Any:
+        return self.call.blank(self._processor, numbers)
+
+    def _check_call(self) -> None:
+        """Raise SpecError if the processor takes no such files, or not as they are read here."""
+        own, media = self._processor, self.call.media
+        if media == "video" and getattr(own, "video_processor", None) is None:
+            if import_module("transformers").utils.is_torchvision_available():
+                raise self._refused("it has no video processor")
+            raise self._needs_torchvision("video")
+        if media == "video" and getattr(own, "load_audio_from_video", False):
+            raise self._refused("load_audio_from_video: sound of videos is not read")
+        if media == "audio":
+            extractor = getattr(own, "feature_extractor", None)
+            rate = getattr(extractor, "sampling_rate", RATE_HZ)
+            if rate != RATE_HZ:
+                raise self._refused(f"sampling_rate {rate}: clips are read at {RATE_HZ} per second")
+
+    def _quickly_spelled(self, numbers: Numbers) -> Spelled:
+        """Return the tokens for a file of this size; ValueError if the processor refuses it.
 
         By the processor's own count of rows where it agrees with what it writes: a distribution
-        has thousands of sizes, and each text costs a blank image.
+        has thousands of sizes, and each text costs a blank file.
         """
         if self._same is None:
-            return self._spelled(size)
-        return self._same._replace(ids=(ROW,) * self.rows([size])[0])
+            return self._spelled(numbers)
+        return self._same._replace(ids=(ROW,) * self.rows([numbers])[0])
 
-    def rows(self, sizes: Sequence[Size]) -> list[int]:
-        """Return the rows of images of these sizes; ValueError if the processor refuses one."""
+    def rows(self, sizes: Sequence[Numbers]) -> list[int]:
+        """Return the rows of files of these sizes; ValueError if the processor refuses one."""
         if self._same is None:
-            return [self.spelled(size).rows for size in sizes]
+            return [self.spelled(numbers).rows for numbers in sizes]
         if len(self._row_counts) > MOST_COUNTS:
             self._row_counts.clear()
         if new := [size for size in dict.fromkeys(sizes) if size not in self._row_counts]:
-            _check_heights(new)
             try:
-                counts = self._counted(new)
+                counts = self.call.counts(self._processor, new)
             except Exception as error:
                 raise ValueError(f"the processor refuses it: {_line(error)}") from None
             self._row_counts.update(zip(new, counts, strict=True))
@@ -152,9 +195,10 @@ class LibraryProcessor:
 
     @cached_property
     def _same(self) -> Spelled | None:
-        """Text around any image, if the processor counts rows and writes nothing between them."""
+        """Text around any file, if the processor counts rows and writes nothing between them."""
         try:
-            texts, counts = [self._spelled(size) for size in COUNTED], self._counted(COUNTED)
+            texts = [self._spelled(numbers) for numbers in self.call.counted]
+            counts = self.call.counts(self._processor, self.call.counted)
         except Exception:  # it counts none, or in another form
             return None
         first = texts[0]
@@ -164,32 +208,30 @@ class LibraryProcessor:
         )
         return first if same else None
 
-    def _counted(self, sizes: Sequence[Size]) -> list[int]:
-        """Return the processor's own counts: a call, which checks its options, takes a ms."""
-        made = self._processor._get_num_multimodal_tokens(image_sizes=[one[::-1] for one in sizes])
-        return [int(count) for count in made.num_image_tokens]
+    def positions(self, numbers: Numbers) -> tuple[NDArray[np.int64], int]:
+        """Return [3, tokens] M-RoPE positions of a file's tokens, from those of its first.
 
-    def positions(self, size: Size) -> NDArray[np.int64]:
-        """Return [3, tokens] M-RoPE positions of an image's tokens, from those of its first.
+        Also returns the position of the next token.
 
         Raises:
-            SpecError: the class computes them in another form, or the next token's do not follow.
+            SpecError: the class computes them in another form.
         """
         import numpy as np
 
-        torch, one = import_module("torch"), self.spelled(size)
+        torch, one = import_module("torch"), self.spelled(numbers)
         before, after = (
             self._tokenizer(text, add_special_tokens=False)["input_ids"]
-            for text in (one.before, f"{one.after} a")
+            for text in (self.around[0] + one.before, f"{one.after}{self.around[1]} a")
         )
         row = self.row
         ids = [*before, *(row if id_ == ROW else id_ for id_ in one.ids), *after]
         given = {
-            **{name: torch.from_numpy(value) for name, value in self.blank(size).items()},
+            **{name: torch.from_numpy(value) for name, value in self.blank(numbers).items()},
             "input_ids": torch.tensor([ids]),
-            KINDS: torch.tensor([[int(id_ == row) for id_ in ids]]),
+            KINDS: torch.tensor([[self.call.number * (id_ == row) for id_ in ids]]),
             "attention_mask": torch.ones(1, len(ids), dtype=torch.int64),
         }
+        given |= {name: given[own] for name, own in OF_POSITIONS.items() if own in given}
         base = self._base
         names = inspect.signature(base.get_rope_index).parameters
         try:
@@ -201,15 +243,16 @@ class LibraryProcessor:
         found = made.numpy()[-3:, 0]
         inside = found[:, len(before) :][:, : len(one.ids)]
         first, following = inside[0, 0], found[:, len(before) + len(one.ids)]
-        if (inside[:, 0] != first).any() or (following != inside.max() + 1).any():
-            raise self._refused("positions after an image do not follow its largest one")
-        return np.asarray(inside - first, dtype=np.int64)
+        if (inside[:, 0] != first).any() or (following != following[0]).any():
+            raise self._refused(f"positions after {self.call.media}s do not follow the largest one")
+        return np.asarray(inside - first, dtype=np.int64), int(following[0] - first)
 
     @cached_property
     def _base(self) -> Any:
         """The base model's class with a configuration alone."""
         transformers = import_module("transformers")
         config = transformers.AutoConfig.from_pretrained(str(self.folder), local_files_only=True)
+        config = getattr(config, THINKER, config)
         made = transformers.MODEL_MAPPING[type(config)]
         base = made.__new__(made)
         import_module("torch.nn").Module.__init__(base)
@@ -218,8 +261,8 @@ class LibraryProcessor:
             setattr(base, MERGE, getattr(config.vision_config, MERGE))
         return base
 
-    def complete(self, size: Size) -> dict[str, Any]:
-        """Return all outputs, as the library passes them to its model, for a text of one image.
+    def complete(self, numbers: Numbers) -> dict[str, Any]:
+        """Return all outputs, as the library passes them to its model, for a text of one file.
 
         Some classes ask for the kinds of the tokens though their processors leave them out.
         """
@@ -227,10 +270,11 @@ class LibraryProcessor:
         kinds = KINDS in inspect.signature(self._base.forward).parameters
         try:
             with _on_host():
+                arguments = self.call.arguments(self._processor, [self._blank(numbers)])
                 return dict(
                     self._processor(
-                        images=[_blank(size)],
-                        text=self.placeholder,
+                        **arguments,
+                        text=self.placeholder.join(self.around),
                         return_tensors="pt",
                         **({f"return_{KINDS}": True} if kinds else {}),
                     )
@@ -241,8 +285,19 @@ class LibraryProcessor:
             self._processor.tokenizer = self._recorder
 
     @cached_property
+    def around(self) -> tuple[str, str]:
+        """Texts that the chat template writes around a placeholder; some positions need them."""
+        turn = {"role": "user", "content": [{"type": self.call.media}]}
+        try:
+            said = self._processor.apply_chat_template([turn], tokenize=False)
+        except Exception:  # a template is anyone's program
+            return "", ""
+        before, found, after = said.partition(self.placeholder)
+        return (before, after) if found and self.placeholder not in after else ("", "")
+
+    @cached_property
     def placeholder(self) -> str:
-        """Text that a chat template writes for an image, and that the processor replaces."""
+        """Text that a chat template writes for a file, and that the processor replaces."""
         template = self._processor.chat_template or self._tokenizer.chat_template or ""
         named = [
             value
@@ -254,21 +309,21 @@ class LibraryProcessor:
         why = ""
         for text in texts:
             try:
-                said, _ = self._said(text, [_blank(SIZE)])
+                said, _ = self._said(text, [self._blank(self.call.sizes[0])])
             except ValueError as error:
                 why = why or str(error)
                 continue
             if self._row in said:
                 return text
-        raise self._refused(f"no text is replaced by an image's rows: {why or 'it names none'}")
+        media = f"{self.call.media}s"
+        raise self._refused(f"no text is replaced by rows of {media}: {why or 'it names none'}")
 
-    def _spelled(self, size: Size) -> Spelled:
-        """Return the tokens for an image of this size; ValueError if the processor refuses it."""
-        _check_heights([size])
-        said, _ = self._said(self.placeholder, [_blank(size)])
+    def _spelled(self, numbers: Numbers) -> Spelled:
+        """Return the tokens for a file of this size; ValueError if the processor refuses it."""
+        said, _ = self._said(self.placeholder, [self._blank(numbers)])
         before, *inside, after = said.split(self._row)
         if not inside and said == before:
-            raise ValueError("the processor writes no rows for an image of this size")
+            raise ValueError("the processor writes no rows for one of this size")
         ids = [ROW]
         for text in inside:
             if text:
@@ -276,38 +331,41 @@ class LibraryProcessor:
             ids.append(ROW)
         return Spelled(before, tuple(ids), after)
 
-    def _said(self, text: str, images: Sequence[Any]) -> tuple[str, Inputs]:
-        """Return the text as the processor completes it, and the inputs of the images."""
+    def _said(self, text: str, contents: Sequence[Any]) -> tuple[str, Inputs]:
+        """Return the text as the processor completes it, and the inputs of the files."""
         import numpy as np
 
+        arguments = self.call.arguments(self._processor, contents)
         try:
             with _on_host():
-                made = self._processor(images=list(images), text=text, return_tensors="pt")
+                made = self._processor(**arguments, text=text, return_tensors="pt")
         except Exception as error:  # classes of many authors raise anything
             raise ValueError(f"the processor refuses it: {_line(error)}") from None
         arrays = {name: np.asarray(value) for name, value in made.items() if name not in OF_TEXT}
         said, *others = self._recorder.said.texts
         if others:
             raise ValueError(f"the processor makes {1 + len(others)} texts of one")
-        return said, arrays
+        return said, _trimmed(arrays) if len(contents) == 1 else arrays
 
     def _check_several(self) -> None:
-        """Raise SpecError unless images of a sample are prepared one by one."""
+        """Raise SpecError unless files of a sample are prepared one by one."""
         import numpy as np
 
-        text, image = self.placeholder, _blank(SIZE)
+        text, image = self.placeholder, self._blank(self.call.sizes[0])
         for between in ("", "\n"):
             try:
                 one, alone = self._said(text, [image])
                 two, both = self._said(between.join([text, text]), [image, image])
             except ValueError as error:
-                raise self._refused(f"two images in a text: {error}") from None
+                raise self._refused(f"two {self.call.media}s in a text: {error}") from None
             if two != between.join([one, one]):
-                raise self._refused("the text that it writes for an image depends on the others")
+                raise self._refused("the text that it writes for a file depends on the others")
         for name, value in alone.items():
+            if name in (MASK, FEATURES) and MASK in alone:  # cut to a clip's own columns
+                continue
             flat = both[name].reshape(-1)
             if not np.array_equal(flat, np.concatenate([value.reshape(-1)] * 2)):
-                raise self._refused(f"{name} of an image depends on the others of a sample")
+                raise self._refused(f"{name} of a file depends on the others of a sample")
 
     def _loaded(self) -> Any:
         try:
@@ -321,11 +379,7 @@ class LibraryProcessor:
         except ModuleNotFoundError as error:
             if error.name != "torchvision":
                 raise self._refused(_line(error)) from None
-            raise SpecError(
-                f"{self.folder}: the processor needs torchvision (model.folder)",
-                "its class in transformers imports it for any image",
-                install_command("generate"),
-            ) from None
+            raise self._needs_torchvision("image") from None
         except Exception as error:
             files = self._files()
             if not files.keys() & set(FILES[:2]):
@@ -344,6 +398,13 @@ class LibraryProcessor:
         """Return the name of the processor's class that a file of the folder states."""
         named = (fields.get("processor_class") for fields in self._files().values())
         return next((one for one in named if isinstance(one, str)), None)
+
+    def _needs_torchvision(self, media: str) -> SpecError:
+        return SpecError(
+            f"{self.folder}: the processor needs torchvision (model.folder)",
+            f"its class in transformers imports it for any {media}",
+            install_command("generate"),
+        )
 
     def _refused(self, why: str) -> SpecError:
         return SpecError(
@@ -389,9 +450,17 @@ def _without_videos(name: str | None) -> Any:
 
 
 @cache
-def library_processor(folder: Path, image_token: int) -> LibraryProcessor:
-    """Return a folder's processor, loaded once per process."""
-    return LibraryProcessor(folder, image_token)
+def library_processor(folder: Path, row: int, call: Call) -> LibraryProcessor:
+    """Return a folder's processor for files of one type, loaded once per process."""
+    return LibraryProcessor(folder, row, call)
+
+
+def _trimmed(inputs: Inputs) -> Inputs:
+    """Return a clip's inputs without the columns that its mask excludes, up to minutes of them."""
+    if MASK not in inputs:
+        return inputs
+    columns = int(inputs[MASK].sum())
+    return {**inputs, **{name: inputs[name][..., :columns] for name in (MASK, FEATURES)}}
 
 
 def digest_of(folder: Path) -> str:
@@ -409,16 +478,6 @@ def _on_host() -> Iterator[None]:
     modes = import_module("torch.utils._python_dispatch")
     with modes._disable_current_modes(), import_module("torch").device("cpu"):
         yield
-
-
-def _check_heights(sizes: Iterable[Size]) -> None:
-    """Raise ValueError for a size whose axis of channels the library would guess wrongly."""
-    if any(height in CHANNELS for _, height in sizes):
-        raise ValueError("its height would be taken for a number of channels")
-
-
-def _blank(size: Size) -> Any:
-    return import_module("PIL.Image").new("RGB", size)
 
 
 def _line(error: Exception) -> str:

@@ -15,6 +15,7 @@ from disttrain_cli.data.sources import (
     Skipped,
     open_shard,
 )
+from disttrain_cli.data.sources.chats import conversation, file_names
 from disttrain_cli.data.sources.columns import find_columns
 from disttrain_cli.spec.index import AUDIO, IMAGE, TEXT
 from tests.data.dataset import encoded, image, interleaved, text, write_tar
@@ -143,3 +144,26 @@ def test_sound_columns_go_by_their_names(names: str, expected: tuple[object, ...
         for name in names.split()
     ]
     assert find_columns(pa.schema(kinds), "x")[:3] == expected
+
+
+def test_clips_are_named_in_conversations_as_images_are() -> None:
+    """By marks in a text, or by parts; clips, images and videos in the order of the turns."""
+    said = {"from": "human", "value": "<audio>What <video>or <image>?"}
+    answer = {"from": "gpt", "value": "A <audio>."}
+    marked = {"conversations": [said, answer], "audios": ["a.wav", "b.wav"]}
+    marked |= {"image": "a.png", "video": "a.mp4"}
+    parts = [{"type": one, one: f"{one}.x"} for one in ("audio", "image", "audio_url")]
+    listed = {
+        "messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": "b"}]
+    }
+    for record, names in (
+        (marked, ["a.wav", "a.mp4", "a.png", "b.wav"]),
+        (listed, ["audio.x", "image.x", "audio_url.x"]),
+    ):
+        files = [part for part in conversation(record) if part.kind != TEXT]
+        assert [part.value for part in files] == names == file_names(record)
+        assert [part.kind == AUDIO for part in files] == [
+            one.endswith(".wav") or one.startswith("audio") for one in names
+        ]
+    with pytest.raises(ValueError, match="1 occurrences of <audio> for 2 audios"):
+        conversation(marked | {"conversations": [said, {"from": "gpt", "value": "A"}]})

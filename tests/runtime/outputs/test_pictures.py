@@ -72,11 +72,11 @@ def test_a_prompt_is_the_processors(tmp_path: Path, family: str) -> None:
         )
         assert given.batch.token_ids[0].tolist() == told["input_ids"][0]
     alone = batch_of(model, tokens, [Prompt(images=(picture(50, 30),))])
-    (one,) = pictures_of([picture(50, 30)], inputs.image)
+    (one,) = pictures_of([picture(50, 30)], inputs)
     first, *others = (tokens.encode(text) for text in one.around)
     content = [
         id_
-        for count, text in zip(one.tokens(inputs.image), others, strict=True)
+        for count, text in zip(one.tokens(), others, strict=True)
         for id_ in [*[tokens.image] * count, *text]
     ]
     assert alone.batch.token_ids[0].tolist() == [tokens.bos, *first, *content]

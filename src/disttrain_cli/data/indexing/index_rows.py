@@ -170,7 +170,7 @@ def _batch(
     import pyarrow as pa
 
     present = _present(inputs)
-    films = any(head.video is not None for head in inputs.images)
+    films = inputs.reads_videos
     unread.update(
         VIDEOS if one.frames else UNREAD[one.kind]
         for sample in samples

@@ -94,7 +94,7 @@ def write_index(
         DataError: as `index.build_index`.
         SpecError: the index cannot be written.
     """
-    if any(head.video is not None for head in inputs.images):
+    if inputs.reads_videos:
         check_installed()
     known = {indexed[:2] for indexed in kept.files} if kept else set()
     jobs = _jobs(run, shards)

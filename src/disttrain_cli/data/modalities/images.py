@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image
 
 from disttrain_cli.data.decoding import decode_image, decode_pixels, decode_tiles
 from disttrain_cli.data.examples import smooth_jpeg
-from disttrain_cli.data.films import check_patches, decode_patches
+from disttrain_cli.data.films import check_patches, decode_patches, sampled_frames
 from disttrain_cli.data.modalities.media import IMAGE_FILES
 from disttrain_cli.data.videos import is_video
 from disttrain_cli.spec.heads import Grid, Head, ImageInput, Numbers
@@ -56,13 +57,15 @@ class Images:
 
     def pack(self, data: bytes, head: Head) -> Packed:
         assert isinstance(head, LibraryImages)
-        pixels = decode_pixels(data)
-        size = pixels.shape[1], pixels.shape[0]
-        return head.pack(head.processor.inputs(pixels), head.processor.spelled(size).rows)
+        if head.video is not None and is_video(data):
+            content = sampled_frames(data, head.of_videos)
+            return head.pack(head.of_videos.inputs(content), head.rows_in_llm(content.film))
+        image = Image.fromarray(decode_pixels(data))
+        return head.pack(head.processor.inputs(image), head.rows_in_llm(image.size))
 
     def blank_packed(self, head: Head, numbers: Numbers) -> Packed:
         assert isinstance(head, LibraryImages)
-        return head.blank((numbers[0], numbers[1]))
+        return head.blank(numbers)
 
     def check(self, data: bytes, head: Head, grid: Grid) -> None:
         if isinstance(head, LibraryImages):
@@ -79,7 +82,7 @@ class Images:
     def example(self, head: Head, grid: Grid) -> Callable[[], object] | None:
         """Return a call that decodes an image, of a tile's size if the model cuts images."""
         if isinstance(head, LibraryImages):
-            return partial(self.pack, smooth_jpeg(max(head.example_px(grid[0] * grid[1]))), head)
+            return partial(self.pack, smooth_jpeg(max(head.example_size(grid[0] * grid[1]))), head)
         assert isinstance(head, ImageInput)
         if head.cuts and head.video is None:
             picture, out = smooth_jpeg(max(grid) * head.patch_px), self.blank(head, grid)

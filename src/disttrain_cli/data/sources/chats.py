@@ -2,12 +2,12 @@
 
 Turns are in `conversations` or `messages`: `{from, value}` (LLaVA, ShareGPT) or `{role, content}`
 (OpenAI, chat templates), whose content may be a list of parts (`content_parts`). `<image>` in a
-text marks the position of one of the record's images. Videos are named and marked as images are,
-with `video` instead of `image`. Keys that leave a turn untrained, and keys for which a record is
-refused, are in `refusals`. A chat template renders turns (`data.chat`); if the tokenizer has none,
-they are `USER: … ASSISTANT: …EOS` after the system message, and only the text after `ASSISTANT:`,
-with EOS, is trained (LLaVA, Liu et al. 2023, arXiv 2304.08485, section 4.2). The last EOS is the
-sample's.
+text marks the position of one of the record's images. Videos and clips are named and marked as
+images are, with `video` or `audio` instead of `image`. Keys that leave a turn untrained, and keys
+for which a record is refused, are in `refusals`. A chat template renders turns (`data.chat`); if
+the tokenizer has none, they are `USER: … ASSISTANT: …EOS` after the system message, and only the
+text after `ASSISTANT:`, with EOS, is trained (LLaVA, Liu et al. 2023, arXiv 2304.08485, section
+4.2). The last EOS is the sample's.
 
 Without turns all of `text` is trained: a document, or the caption of the record's images, whose key
 may also be `caption`.
@@ -43,33 +43,42 @@ from disttrain_cli.data.sources.samples import (
     ChatForm,
     ImageName,
     Measure,
+    Measured,
     Part,
     PartFile,
+    SoundName,
     Turn,
     VideoName,
     clean,
     holds,
     media_of,
+    part_of,
     printable,
     unread_of,
 )
 from disttrain_cli.data.sources.turn_forms import TURNS
 from disttrain_cli.spec.heads import Numbers
 from disttrain_cli.spec.image_processor import PixelBudget
-from disttrain_cli.spec.index import IMAGE, TEXT
+from disttrain_cli.spec.index import AUDIO, IMAGE, TEXT
 
 MARK = "<image>"
-#: Mark of a video in a record's texts, and its replacement after reading, which no text contains
-#: otherwise.
+#: Marks of videos and clips in a record's texts, and their replacements after reading, which no
+#: text contains otherwise.
 WRITTEN_FILM, FILM = "<video>", chr(0x10FFFD)
-MARKS = re.compile(f"{MARK}|{FILM}")
-#: Marks of images and videos in a text without turns.
-WRITTEN_MARKS = re.compile(f"{MARK}|{WRITTEN_FILM}")
+WRITTEN_SOUND, SOUND = "<audio>", chr(0x10FFFC)
+#: Marks by type of file, and their forms in records.
+MARK_OF = {"image": MARK, "video": FILM, "audio": SOUND}
+WRITTEN_OF = {"image": MARK, "video": WRITTEN_FILM, "audio": WRITTEN_SOUND}
+MEDIA_OF_MARK = {mark: media for media, mark in MARK_OF.items()}
+MARKS = re.compile("|".join(MARK_OF.values()))
+#: Marks of files in a text without turns.
+WRITTEN_MARKS = re.compile("|".join(WRITTEN_OF.values()))
+#: Names of files in turns, by their type.
+NAME_OF: dict[str, type[str]] = {"image": str, "video": VideoName, "audio": SoundName}
 #: A file named inside a text, as in Qwen-VL's first format.
 TAGGED = re.compile(
     r"<img>[^<>]+</img>|<(image|video|audio)>[^<>]+\.[A-Za-z0-9]{2,4}</\1>", re.IGNORECASE
 )
-MARK_OF = {"image": MARK, "video": FILM}
 USER, ASSISTANT = "USER: ", "ASSISTANT:"
 ROLES = {"human": "user", "gpt": "assistant"}  # names of LLaVA and ShareGPT
 SIDES = {role: role for role in ("system", "user", "assistant")} | ROLES
@@ -79,9 +88,22 @@ WORDS = {"from", "role", "value", "content"}
 SAID = {*WORDS, *OF_TURNS}
 IMAGES = ("image", "images", "file_name")  # the last one of Hugging Face's imagefolder
 VIDEOS = ("video", "videos")
+SOUNDS = ("audio", "audios")
+FIELDS_OF = {"image": IMAGES, "video": VIDEOS, "audio": SOUNDS}
 KEYS = ("id", "__key__", "__url__")  # identify the sample
 #: Keys of a record with turns that are read.
-OF_RECORD = {*TURNS, "system", *IMAGES, *VIDEOS, *KEYS, *TOOLS, *FLAGS, MASK_HISTORY, *ON_PROMPTS}
+OF_RECORD = {
+    *TURNS,
+    "system",
+    *IMAGES,
+    *VIDEOS,
+    *SOUNDS,
+    *KEYS,
+    *TOOLS,
+    *FLAGS,
+    MASK_HISTORY,
+    *ON_PROMPTS,
+}
 
 
 def no_numbers(names: Sequence[str]) -> Sequence[Numbers]:
@@ -95,7 +117,7 @@ def conversation(
     beside: Sequence[str] = (),
     measure: Measure = no_numbers,
 ) -> list[Part]:
-    """Return the texts, images and videos (by name) of a record, in order.
+    """Return the texts, images, videos and clips (by name) of a record, in order.
 
     Index and loader both read records by this function.
 
@@ -133,18 +155,18 @@ def with_files(text: str, names: Sequence[str]) -> list[Part]:
     """
     marks = WRITTEN_MARKS.findall(text) if names else []
     if not marks:
-        return [*(Part(IMAGE, name) for name in names), Part(TEXT, text)]
-    each = {MARK: _only("image", names), WRITTEN_FILM: _only("video", names)}
-    for mark, what in ((MARK, "images"), (WRITTEN_FILM, "videos")):
+        return [*map(part_of, names), Part(TEXT, text)]
+    each = {mark: _only(media, names) for media, mark in WRITTEN_OF.items()}
+    for media, mark in WRITTEN_OF.items():
         if (count := marks.count(mark)) != len(each[mark]):
-            raise ValueError(f"{count} occurrences of {mark} for {len(each[mark])} {what}")
+            raise ValueError(f"{count} occurrences of {mark} for {len(each[mark])} {media}s")
     pieces = WRITTEN_MARKS.split(text)
     if not any(piece.strip() for piece in pieces):
         raise ValueError("the text consists only of markers")
     files = {mark: iter(own) for mark, own in each.items()}
     parts = [Part(TEXT, pieces[0])]
     for mark, piece in zip(marks, pieces[1:], strict=True):
-        parts += [Part(IMAGE, next(files[mark])), Part(TEXT, piece)]
+        parts += [part_of(next(files[mark])), Part(TEXT, piece)]
     return [part for part in parts if part.value]
 
 
@@ -162,7 +184,7 @@ def _written(
     form, said = _plain((turn.role, turn.said, turn.trained) for turn in turns)
     texts, files = iter(said), iter(names)
     return [
-        Part(IMAGE, next(files))
+        part_of(next(files))
         if one & KIND
         else Part(TEXT, next(texts), bool(one & TRAINED), bool(one & ENDED))
         for one in form
@@ -197,7 +219,7 @@ def compact(record: Any) -> tuple[bytes, list[str], list[str], tuple[str, ...]] 
             side, said = SIDES[turn[who]], turn[what]
         except (LookupError, TypeError):
             return None
-        if len(turn) != 2 or not isinstance(said, str) or FILM in said:
+        if len(turn) != 2 or not isinstance(said, str) or FILM in said or SOUND in said:
             return None
         if "</" in said and TAGGED.search(said):
             return None
@@ -224,7 +246,7 @@ def _others(keys: tuple[str, ...]) -> list[tuple[str, str]] | None:
 
     None if they may change the record's meaning.
     """
-    if not is_plain(keys) or any(name in keys for name in VIDEOS):
+    if not is_plain(keys) or any(name in keys for name in (*VIDEOS, *SOUNDS)):
         return None
     others = sorted({*keys} - OF_RECORD)
     if not {*file_keys(keys)} <= OF_RECORD:
@@ -266,14 +288,15 @@ def _plain(turns: Iterable[tuple[str, str, bool]]) -> tuple[bytes, list[str]]:
             form[-1] |= ENDED
         before += BEFORE[role] if answers else " " + BEFORE[role]
         answers = role == "assistant"
-        pieces = MARKS.split(said) if MARK in said or FILM in said else (said,)
+        marks = _marks(said)
+        pieces = MARKS.split(said) if marks else (said,)
         for index, piece in enumerate(pieces):
             if before and (index or answers):
                 texts.append(before)
                 form.append(TEXT)
                 before = ""
             if index:
-                form.append(IMAGE)
+                form.append(AUDIO if marks[index - 1] == SOUND else IMAGE)
             if not answers:
                 before += piece
             elif piece or not index:
@@ -286,13 +309,20 @@ def _plain(turns: Iterable[tuple[str, str, bool]]) -> tuple[bytes, list[str]]:
 
 
 def texts_of(
-    record: Any, chat: ChatForm | None = None, files: Sequence[Numbers] = ()
+    record: Any, chat: ChatForm | None = None, files: Sequence[Measured] = ()
 ) -> list[str | tuple[int, ...]]:
     """Return the texts of a record, in order, whose images and videos exist with these sizes."""
     marks = sum(turn.said.count(MARK) for turn in _turns(record))
-    beside = [VideoName() if len(numbers) > 2 and numbers[2] else "" for numbers in files]
+    beside = [
+        SoundName() if kind == AUDIO else VideoName() if len(numbers) > 2 and numbers[2] else ""
+        for kind, numbers in files
+    ]
     turns, names = _said(record, beside or [""] * marks, used=False)
-    parts = _written(turns, names, chat, lambda names: files) if turns else conversation(record)
+    parts = (
+        _written(turns, names, chat, lambda _: [one for _, one in files])
+        if turns
+        else conversation(record)
+    )
     return [part.text for part in parts if part.kind == TEXT]
 
 
@@ -302,7 +332,7 @@ def has_turns(record: Any) -> bool:
 
 
 def file_names(record: Any, beside: Sequence[str] = ()) -> list[str]:
-    """Return the names of a record's images and videos in the order of their marks.
+    """Return the names of a record's images, videos and clips in the order of their marks.
 
     In a record without turns, images come first.
 
@@ -322,25 +352,25 @@ def _said(record: Any, beside: Sequence[str], used: bool = True) -> tuple[list[T
         raise ValueError("a record must be a mapping")
     turns = _turns(record)
     parts = [file for turn in turns for file in turn.files]
-    images, videos = (
-        _files(media, _listed(record, fields), parts, _only(media, beside), used)
-        for media, fields in (("image", IMAGES), ("video", VIDEOS))
-    )
-    videos = [VideoName(name) for name in videos]
+    files = {
+        media: [
+            NAME_OF[media](name)
+            for name in _files(media, _listed(record, fields), parts, _only(media, beside), used)
+        ]
+        for media, fields in FIELDS_OF.items()
+    }
     if not turns:
-        return [], [*images, *videos]
-    turns = _marked(turns, videos)
+        return [], [name for names in files.values() for name in names]
+    turns = _marked(turns, files)
     marks = [mark for turn in turns for mark in _marks(turn.said)]
-    for mark, what, names in ((MARK, "images", images), (FILM, "videos", videos)):
-        if (count := marks.count(mark)) != len(names):
-            shown = MARK if mark == MARK else WRITTEN_FILM
+    for media, names in files.items():
+        if (count := marks.count(MARK_OF[media])) != len(names):
             raise ValueError(
-                f"{count} occurrences of {shown} for {len(names)} {what}{_unread_parts(record)}"
+                f"{count} occurrences of {WRITTEN_OF[media]} for {len(names)}"
+                f" {media}s{_unread_parts(record)}"
             )
-    images = _with_budgets(turns, images)
-    if not videos:
-        return turns, list(images)
-    each = {MARK: iter(images), FILM: iter(videos)}
+    files["image"] = _with_budgets(turns, files["image"])
+    each = {MARK_OF[media]: iter(names) for media, names in files.items()}
     return turns, [next(each[mark]) for mark in marks]
 
 
@@ -379,7 +409,7 @@ def _with_budgets(turns: list[Turn], images: list[str]) -> list[str]:
 
 def _marks(text: str) -> list[str]:
     """Return the marks of a text in order; texts without marks are not searched by the pattern."""
-    return MARKS.findall(text) if MARK in text or FILM in text else []
+    return MARKS.findall(text) if MARK in text or FILM in text or SOUND in text else []
 
 
 def _unread_parts(record: dict[str, Any]) -> str:
@@ -418,17 +448,19 @@ def _only(media: str, names: Iterable[str]) -> list[str]:
     return [name for name in names if media_of(name) == media]
 
 
-def _marked(turns: list[Turn], names: Sequence[str]) -> list[Turn]:
+def _marked(turns: list[Turn], files: Mapping[str, Sequence[str]]) -> list[Turn]:
     """Return the turns of a record with these files.
 
-    The text of a video's mark is a mark only if there are videos.
+    The text of a video's or clip's mark is a mark only if there are such files.
     """
-    if not _only("video", names):
-        return turns
-    return [
-        turn._replace(texts=[text.replace(WRITTEN_FILM, FILM) for text in turn.texts])
-        for turn in turns
-    ]
+    for media, names in files.items():
+        if media != "image" and names:
+            written, mark = WRITTEN_OF[media], MARK_OF[media]
+            turns = [
+                turn._replace(texts=[text.replace(written, mark) for text in turn.texts])
+                for turn in turns
+            ]
+    return turns
 
 
 def _turns(record: dict[str, Any]) -> list[Turn]:

@@ -1,4 +1,4 @@
-"""Content parts of a turn: texts, and images and videos, each with the name of its file.
+"""Content parts of a turn: texts, and images, videos and clips, each with the name of its file.
 
 Supported are the formats of transformers (`image`, `url`, `path` or `base64` of a part), OpenAI
 (`image_url`), Anthropic (`source`), qwen-vl-utils (parts without a `type`) and of datasets whose
@@ -16,7 +16,7 @@ from disttrain_cli.data.sources.pixel_budgets import budget_of
 from disttrain_cli.data.sources.samples import DATA, PartFile, clean, holds
 
 #: Types of parts by the type of their file.
-MEDIA_OF = {"image": "image", "image_url": "image", "video": "video", "video_url": "video"}
+MEDIA_OF = {key: media for media in ("image", "video", "audio") for key in (media, f"{media}_url")}
 TYPES = ("text", *MEDIA_OF)
 #: Keys that name a part's file, besides that of its type.
 NAMES = ("url", "path", "base64", "source")
@@ -46,7 +46,7 @@ def read_part(part: Any, where: str) -> str | PartFile:
             raise ValueError(f"{where} has a part with `text` and `{other}`: write two parts")
         return clean(text)
     if not isinstance(type_, str) or type_ == "text":
-        raise ValueError(f"{where} has a part that is neither a text nor an image or a video")
+        raise ValueError(f"{where} has a part that is neither a text nor an image, video or clip")
     if type_ not in MEDIA_OF:
         raise ValueError(f"{where} has a part of the type {type_!r}, which is not supported")
     media = MEDIA_OF[type_]

@@ -44,6 +44,7 @@ from disttrain_cli.data.sources.samples import (
     ChatForm,
     Compact,
     Location,
+    Measured,
     Sample,
     Segment,
     Shard,
@@ -56,7 +57,7 @@ from disttrain_cli.data.sources.samples import (
 )
 from disttrain_cli.data.sources.turn_forms import SPOKEN, TURNS, with_turns
 from disttrain_cli.spec.heads import Numbers
-from disttrain_cli.spec.index import IMAGE, TEXT
+from disttrain_cli.spec.index import TEXT
 from disttrain_cli.spec.runfile.data import URL, is_url
 
 HEAD_BYTES = 64  # of a file, which usually show if it is a list
@@ -115,7 +116,9 @@ class LlavaShard:
     def _name(self, location: Location, record: Location) -> str:
         return file_names(self._record(record))[location.offset]
 
-    def texts(self, record: Location, files: Sequence[Numbers] = ()) -> list[str | tuple[int, ...]]:
+    def texts(
+        self, record: Location, files: Sequence[Measured] = ()
+    ) -> list[str | tuple[int, ...]]:
         return texts_of(self._record(record), self._chat, files)
 
     def _record(self, location: Location) -> Any:
@@ -276,7 +279,7 @@ def _segments(record: Record, folder: str, chat: ChatForm | None) -> list[Segmen
             continue
         image += part.part == 0
         size, numbers = measured(part.value)
-        segments.append(file_segment(IMAGE, Location(image, size), numbers, part))
+        segments.append(file_segment(part.kind, Location(image, size), numbers, part))
     return segments
 
 

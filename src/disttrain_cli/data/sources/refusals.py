@@ -28,8 +28,8 @@ ON_PROMPTS = ("train_on_prompt", "train_on_prompts", "train_on_input", "train_on
 PREFERENCES = ("chosen", "rejected", "preferred_", "non_preferred_")
 #: True or false: the answer is a good one (KTO).
 DESIRED = ("label", "kto_tag", "desirable", "is_desirable", "chosen", "rejected")
-CLIPS = ("audio", "audios", "sound", "sounds")
-MEDIA_OF_TURNS = ("image", "images", "video", "videos", *CLIPS)
+CLIPS = ("sound", "sounds")
+MEDIA_OF_TURNS = ("image", "images", "video", "videos", "audio", "audios", *CLIPS)
 #: Marks in texts that ms-swift replaces with the contents of `objects`.
 OBJECTS, OBJECT_MARKS = "objects", ("<ref-object>", "<bbox>")
 #: Keys of a turn, or of one with both sides.
@@ -37,11 +37,11 @@ TURN_KEYS = (
     *({"role", "content"}, {"from", "value"}),
     *({"user", "assistant"}, {"human", "assistant"}, {"human", "gpt"}),
 )
-#: Keys that may name images or videos, and values that do: with their suffixes, or addresses.
-FILE_KEY = re.compile(r"image|img|picture|photo|thumbnail|video|file_names?$", re.IGNORECASE)
+#: Keys that may name files, and values that do: with their suffixes, or addresses.
+FILE_KEY = re.compile(r"image|img|picture|photo|thumbnail|video|audio|file_names?$", re.IGNORECASE)
 FILE_VALUE = re.compile(
-    r"^(data:image|data:video|[a-z][a-z0-9+.-]*://)|"
-    r"\.(jpe?g|png|webp|gif|bmp|tiff?|avif|heic|mp4|mkv|webm|mov|avi)([?#].*)?$",
+    r"^(data:image|data:video|data:audio|[a-z][a-z0-9+.-]*://)|"
+    r"\.(jpe?g|png|webp|gif|bmp|tiff?|avif|heic|mp4|mkv|webm|mov|avi|wav|flac|ogg|mp3)([?#].*)?$",
     re.IGNORECASE,
 )
 OF_TEMPLATE = ("chat_template", "chat_template_kwargs")
@@ -139,15 +139,16 @@ def check_text(record: Mapping[str, Any]) -> None:
 
 
 def check_files(record: Mapping[str, Any]) -> None:
-    """Raise ValueError if another key names images or videos in a record of which none is read."""
+    """Raise ValueError if another key names files in a record of which none is read."""
     for key in file_keys(record):
         if _names_files(record[key]):
-            media = "video" if "video" in key.lower() else "image"
+            other = (media for media in ("video", "audio") if media in key.lower())
+            media = next(other, "image")
             raise ValueError(f"`{printable(key, MOST_KEY)}` names {media}s: call it `{media}`")
 
 
 def file_keys(keys: Collection[str]) -> list[str]:
-    """Return the keys that may name images or videos; a `url` does next to a caption or sizes."""
+    """Return the keys that may name files; a `url` does next to a caption or sizes."""
     captioned = "caption" in keys or ("width" in keys and "height" in keys)
     return [key for key in keys if FILE_KEY.search(key) or (captioned and "url" in key.lower())]
 
@@ -209,7 +210,7 @@ def _check_clips(record: Mapping[str, Any]) -> None:
     """Raise ValueError if a record names clips."""
     for key in CLIPS:
         if says(record.get(key)):
-            raise ValueError(f"`{key}`: audio is not read from records")
+            raise ValueError(f"`{key}`: clips are read from `audio`")
 
 
 def _check_preferences(record: Mapping[str, Any]) -> None:

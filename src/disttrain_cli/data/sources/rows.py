@@ -40,6 +40,7 @@ from disttrain_cli.data.sources.samples import (
     ChatForm,
     Compact,
     Location,
+    Measured,
     Sample,
     Segment,
     Skipped,
@@ -51,7 +52,7 @@ from disttrain_cli.data.sources.samples import (
 )
 from disttrain_cli.data.sources.turn_forms import TEXTS, TURNS, turns_in, with_turns
 from disttrain_cli.spec.heads import Numbers
-from disttrain_cli.spec.index import IMAGE, KINDS, TEXT
+from disttrain_cli.spec.index import KINDS, TEXT
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -117,7 +118,7 @@ def texts_at(
     columns: Columns,
     cells: list[pa.Array],
     chat: ChatForm | None = None,
-    files: Sequence[Numbers] = (),
+    files: Sequence[Measured] = (),
     before: int = 0,
 ) -> list[str | tuple[int, ...]]:
     """Return all texts of the only row of the columns `of_texts`.
@@ -229,7 +230,7 @@ def _said(chat: ChatForm | None, key: str, row: int, given: Row) -> Sample | Com
 
     def numbers_of(name: str) -> Numbers:
         media = media_of(name)
-        if name not in files[media]:
+        if name not in files.get(media, {}):
             raise missing_file(
                 name,
                 f"is named but not in the table: {media}s of tables are read as bytes, binary or"
@@ -260,7 +261,7 @@ def _said(chat: ChatForm | None, key: str, row: int, given: Row) -> Sample | Com
         else:
             sides = numbers_of(part.value)  # refuses a name that is no number
             place = Location(row, int(part.value))
-            segments.append(file_segment(IMAGE, place, sides, part))
+            segments.append(file_segment(part.kind, place, sides, part))
     return Sample(key, segments, unread_keys(record, chat))
 
 
@@ -343,8 +344,9 @@ def _row(columns: Columns, said: dict[str, Any], cells: Sequence[Any]) -> Row:
     """Return the row of a text that consists of turns, with the row's files."""
     given = zip(columns.files, cells, strict=False)
     files = {name: {"0": cell} for name, cell in given if cell is not None}
-    clips = {name: "a file" for name in files if name not in ("image", "video")}
-    return Row(said | clips, {name: files.get(name, {}) for name in ("image", "video")})
+    if other := next((name for name in files if name not in ("image", "video")), None):
+        raise ValueError(f"`{columns.files[other]}`: audio next to turns is not read from tables")
+    return Row(said, {name: files.get(name, {}) for name in ("image", "video")})
 
 
 def _together(

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 from disttrain_cli.spec.heads import Numbers
 from disttrain_cli.spec.image_processor import PixelBudget
-from disttrain_cli.spec.index import TEMPLATED, TEXT
+from disttrain_cli.spec.index import AUDIO, IMAGE, TEMPLATED, TEXT
 
 MAX_TEXT_BYTES = 16 * 1024 * 1024  # a larger json, txt or record is no sample
 DATA = "data:"  # prefix of a name that contains the image itself
@@ -68,6 +68,10 @@ class VideoName(str):
     """Name of a video file, among those of images."""
 
 
+class SoundName(str):
+    """Name of a sound file, among those of images."""
+
+
 class ImageName(str):
     """Name of an image file for which a content part states a pixel budget."""
 
@@ -85,7 +89,13 @@ class ImageName(str):
 
 def media_of(name: str) -> str:
     """Return the type of file (`data.modalities.media.Media`) of a name."""
+    if isinstance(name, SoundName):
+        return "audio"
     return "video" if isinstance(name, VideoName) else "image"
+
+
+#: Kind of a file's item, and the sizes in its header.
+Measured = tuple[int, Numbers]
 
 
 class Segment(NamedTuple):
@@ -169,8 +179,8 @@ class Compact(NamedTuple):
 class Part(NamedTuple):
     """A segment in a sample's json: a text, or the name of a file.
 
-    A text that a chat template rendered has its tokens (`ids`). A name may be a `VideoName` or
-    `ImageName`; `part` is the index of a file's part if the processor writes parts.
+    A text that a chat template rendered has its tokens (`ids`). A name may be a `VideoName`,
+    `SoundName` or `ImageName`; `part` is the index of a file's part if the processor writes parts.
     """
 
     kind: int
@@ -186,8 +196,13 @@ class Part(NamedTuple):
         return self.value if self.ids is None else self.ids
 
 
+def part_of(name: str, part: int = 0) -> Part:
+    """Return the segment of a file, or of a part of it."""
+    return Part(AUDIO if isinstance(name, SoundName) else IMAGE, name, part=part)
+
+
 class PartFile(NamedTuple):
-    """The image or video of a part of a turn.
+    """The image, video or clip of a part of a turn.
 
     It is given by name, by index among those of the record, or is the next one of these.
     """
@@ -261,7 +276,9 @@ class OpenShard(Protocol):
     def file_name(self, media: str, location: Location, record: Location) -> str:
         """Return the name of a file, for messages."""
 
-    def texts(self, record: Location, files: Sequence[Numbers] = ()) -> list[str | tuple[int, ...]]:
+    def texts(
+        self, record: Location, files: Sequence[Measured] = ()
+    ) -> list[str | tuple[int, ...]]:
         """Return all texts of a sample, in order; those of a chat template as tokens.
 
         Texts around the parts of its `files`, whose sizes are passed, are included.

@@ -17,9 +17,16 @@ from typing import TYPE_CHECKING, Any
 from disttrain_cli.data.sources.columns import Columns, find_columns
 from disttrain_cli.data.sources.files import open_file
 from disttrain_cli.data.sources.rows import file_at, file_name, read_rows, texts_at
-from disttrain_cli.data.sources.samples import ChatForm, Compact, Location, Sample, Shard, Skipped
+from disttrain_cli.data.sources.samples import (
+    ChatForm,
+    Compact,
+    Location,
+    Measured,
+    Sample,
+    Shard,
+    Skipped,
+)
 from disttrain_cli.errors import DataError
-from disttrain_cli.spec.heads import Numbers
 from disttrain_cli.spec.runfile.data import is_url
 
 if TYPE_CHECKING:
@@ -78,7 +85,9 @@ class ParquetShard:
     def file_name(self, media: str, location: Location, record: Location) -> str:
         return file_name(self._columns, media, location)
 
-    def texts(self, record: Location, files: Sequence[Numbers] = ()) -> list[str | tuple[int, ...]]:
+    def texts(
+        self, record: Location, files: Sequence[Measured] = ()
+    ) -> list[str | tuple[int, ...]]:
         cells = [self._row(name, record.offset) for name in self._columns.of_texts]
         return texts_at(self._columns, cells, self._chat, files, record.size)
 
@@ -123,7 +132,9 @@ class ArrowShard:
     def file_name(self, media: str, location: Location, record: Location) -> str:
         return file_name(self._columns, media, location) if self._columns else ""
 
-    def texts(self, record: Location, files: Sequence[Numbers] = ()) -> list[str | tuple[int, ...]]:
+    def texts(
+        self, record: Location, files: Sequence[Measured] = ()
+    ) -> list[str | tuple[int, ...]]:
         if self._columns is None:
             raise ValueError("the shard has no rows")
         cells = [self._row(name, record.offset) for name in self._columns.of_texts]

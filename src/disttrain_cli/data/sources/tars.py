@@ -40,6 +40,7 @@ from disttrain_cli.data.sources.samples import (
     ChatForm,
     ImageName,
     Location,
+    Measured,
     Part,
     Sample,
     Segment,
@@ -129,7 +130,9 @@ class TarShard:
         except tarfile.TarError as error:
             raise ValueError(f"no member there: {error}") from None
 
-    def texts(self, record: Location, files: Sequence[Numbers] = ()) -> list[str | tuple[int, ...]]:
+    def texts(
+        self, record: Location, files: Sequence[Measured] = ()
+    ) -> list[str | tuple[int, ...]]:
         data = self._read(record)
         with contextlib.suppress(ValueError):
             if has_turns(value := _record(data)):
@@ -410,12 +413,14 @@ def _segments(
             (
                 text_segment(part, place)
                 if part.kind == TEXT
-                else _file(IMAGE, _media(part), by_name.find(part.value, described.name))
+                else _file(part.kind, _media(part), by_name.find(part.value, described.name))
             )
             for part in written
         ]
         used = [by_name.find(name, described.name) for name in names]
-        sounds = [(name, one) for name, one in first.items() if name not in PICTURES]
+        sounds = [
+            (name, one) for name, one in first.items() if name not in PICTURES and one not in used
+        ]
         at = int(written[0].kind == IMAGE and _media(written[0]) == "image")
         segments[at:at] = [_file(KINDS[MEDIA[name].item], name, one) for name, one in sounds]
         used += [one for _, one in sounds]

@@ -13,7 +13,7 @@ from disttrain_cli.data.positions import sample_positions
 from disttrain_cli.data.sequences import PADDING_DOCUMENT
 from disttrain_cli.data.slots import Ints, ItemArrays, Slot, SlotBatch
 from disttrain_cli.spec.heads import Head, Item, number_of
-from disttrain_cli.spec.library_images import LibraryImages
+from disttrain_cli.spec.library_images import LibraryItems
 
 
 def empty_inputs(slot: Slot, lengths: Sequence[int], unit: str, fields: set[str]) -> SlotBatch:
@@ -46,7 +46,7 @@ def _items(slot: Slot, item: Item, numbers: Ints, fields: set[str], tokens: int)
         tables={
             number: [head.example(rows * columns).table[None] for rows, columns in grids.tolist()]
             for number, head in enumerate(slot.inputs.of(item))
-            if number in asked and isinstance(head, LibraryImages)
+            if number in asked and isinstance(head, LibraryItems)
         },
         values={number: _values(grids, slot.inputs.of(item)[number]) for number in sorted(asked)},
         # spread evenly over all tokens, of which each rank of a CP group takes its part
@@ -82,7 +82,7 @@ def _sequences(slot: Slot, unit: str, lengths: Sequence[int], fields: set[str]) 
 
 def _values(grids: Ints, head: Head) -> list[Any]:
     """Return, for each run of equal grids, the input arrays of one encoder or generator."""
-    if isinstance(head, LibraryImages):
+    if isinstance(head, LibraryItems):
         return [head.example(rows * columns).values[None] for rows, columns in grids.tolist()]
     return [
         np.repeat(

@@ -14,7 +14,7 @@ from disttrain_cli.data.reading import ShardReader
 from disttrain_cli.data.tokenizer import Tokenizer, read_tokenizer
 from disttrain_cli.runtime.outputs.pictures import suffix_of
 from disttrain_cli.runtime.outputs.prompts import Prompt
-from disttrain_cli.spec.index import IMAGE, TEXT
+from disttrain_cli.spec.index import AUDIO, IMAGE, TEXT
 from disttrain_cli.spec.inputs import ModelInputs
 from disttrain_cli.spec.runfile import Run
 from disttrain_cli.spec.samples import Answer
@@ -54,12 +54,13 @@ def held_out_questions(run: Run, inputs: ModelInputs) -> Iterator[Question]:
 
 
 def _question(index: Index, reader: ShardReader, tokenizer: Tokenizer, row: int) -> Question | None:
-    """Return the question of a sample, if it is a conversation of texts and images."""
+    """Return the question of a sample, if it is a conversation of texts and files that are read."""
     first, last = index.segment_start[row : row + 2].tolist()
     kinds, trained = index.kinds[first:last], index.trained[first:last]
     own = index.own_texts[first:last]
     answers, others = np.flatnonzero(trained), np.flatnonzero(own & ~trained)
-    if not (np.isin(kinds, (TEXT, IMAGE)).all() and len(answers) and (others < answers[-1]).any()):
+    read = np.isin(kinds, (TEXT, IMAGE, AUDIO)).all()
+    if not (read and len(answers) and (others < answers[-1]).any()):
         return None
     answer = int(answers[-1])
     since = int(answers[-2]) + 1 if len(answers) > 1 else 0
@@ -68,7 +69,7 @@ def _question(index: Index, reader: ShardReader, tokenizer: Tokenizer, row: int)
     begin = [tokenizer.bos] if index.specials(row) else []
     said = [at for at in range(since, answer) if own[at]]
     asked = [id_ for at in said for id_ in ids[at]]
-    files = (kinds == IMAGE) & index.files[first:last]
+    files = (kinds != TEXT) & index.files[first:last]
     seen = (first + np.flatnonzero(files[:answer])).tolist()
     return Question(
         key=f"{row:06d}",

@@ -44,7 +44,7 @@ def sample(
     if not (
         asked.answers
         or (asked.images and profile.inputs.target is not None)
-        or (asked.read and profile.inputs.image is not None)
+        or (asked.read and profile.inputs.of("image"))
     ):
         return None
 

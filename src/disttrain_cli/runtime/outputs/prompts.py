@@ -1,4 +1,4 @@
-"""Prompts as a batch of the model: images and text in the data's format, and tokens for drawing.
+"""Prompts as a batch of the model: files and text in the data's format, and tokens for drawing.
 
 The latter condition an image to be drawn.
 """
@@ -17,7 +17,7 @@ import torch
 from disttrain_cli.data.chat import IMAGE_ROW
 from disttrain_cli.data.positions import grid_positions, joined_in_time, sample_positions
 from disttrain_cli.data.slots import Ints
-from disttrain_cli.data.sources.chats import FILM, MARK
+from disttrain_cli.data.sources.chats import FILM, MARK, SOUND
 from disttrain_cli.data.sources.samples import Turn
 from disttrain_cli.data.tokenizer import Tokenizer
 from disttrain_cli.errors import UsageError
@@ -25,14 +25,15 @@ from disttrain_cli.models.layer import Batch, Items
 from disttrain_cli.runtime.feeding import in_tokens, normalised
 from disttrain_cli.runtime.outputs.pictures import Picture, in_order, pictures_of
 from disttrain_cli.runtime.outputs.trained import Trained
-from disttrain_cli.spec.heads import ImageInput, Numbers
+from disttrain_cli.spec.heads import Head, ImageInput, Item, Numbers
 from disttrain_cli.spec.index import KINDS
+from disttrain_cli.spec.library_images import LibraryImages
 from disttrain_cli.spec.places import Places, together
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """Input of a model: the bytes of image files, a text, or both."""
+    """Input of a model: the bytes of image, video and sound files, a text, or both."""
 
     text: str = ""
     images: tuple[bytes, ...] = ()
@@ -89,30 +90,34 @@ def batch_of(
         return in_tokens(together([own.moved(row * width) for row, own in places]), device)
 
     @cache
-    def planes(picture: Picture, head: ImageInput) -> list[Any]:
+    def planes(picture: Picture, head: Head) -> list[Any]:
         return picture.planes(head)
 
-    def pixels_of(group: Iterable[int], head: ImageInput) -> torch.Tensor:
-        parts = [seen[at][1] for at in group]
+    def values_of(parts: Sequence[Part], head: Head) -> torch.Tensor:
         stacked = np.stack([planes(part.picture, head)[part.number] for part in parts])
-        return normalised(torch.from_numpy(stacked).to(device), head.affine, torch.float32)
+        values = torch.from_numpy(stacked).to(device)
+        return values if head.affine is None else normalised(values, head.affine, torch.float32)
+
+    def items_of(item: Item) -> Items:
+        own = [seen[at] for at in order if seen[at][1].picture.item == item]
+        parts = [part for _, part in own]
+        places = rows_of((row, part.places) for row, part in own)
+        if any(head.packed for head in inputs.of(item)):
+            packed = [part.picture.packed() for part in parts]
+            values = [torch.from_numpy(one.values)[None].to(device) for one in packed]
+            tables = {0: [one.table[None] for one in packed]}
+            return Items([part.grid for part in parts], {0: values}, tables=tables, **places)
+        return Items(
+            [part.grid for part in parts],
+            {
+                at: [values_of([*group], head) for _, group in groupby(parts, key=lambda p: p.grid)]
+                for at, head in enumerate(inputs.of(item))
+            },
+            **places,
+        )
 
     items = {item: Items([], **rows_of([])) for item in KINDS}
-    grids = [part.grid for _, part in seen]
-    items["image"] = Items(
-        [grids[at] for at in order],
-        {
-            at: [pixels_of(group, head) for _, group in groupby(order, key=grids.__getitem__)]
-            for at, head in enumerate(inputs.images)
-        },
-        **rows_of((seen[at][0], seen[at][1].places) for at in order),
-    )
-    seen_in: dict[int, list[tuple[int, Ints, int | None]]] = {row: [] for row in range(len(rows))}
-    for row_number, part in seen:
-        assert inputs.image is not None
-        inside = grid_positions(inputs.image.frames(part.grid))
-        time = part.picture.times(inputs.image)[part.number]
-        seen_in[row_number].append((part.first, inside, time))
+    items |= {item: items_of(item) for item in ("image", "audio") if inputs.of(item)}
     drawn = len(rows) if draws else 0
     items["target"] = Items(
         [(1, 1)] * drawn,
@@ -124,10 +129,7 @@ def batch_of(
         token_ids=ids,
         positions=torch.from_numpy(
             np.stack(
-                [
-                    sample_positions(inputs.positions, width, joined_in_time(seen_in[row]))
-                    for row in range(len(rows))
-                ],
+                [sample_positions(inputs.positions, width, _grids(row.parts)) for row in written],
                 axis=-2,
             )
         ).to(device),
@@ -156,21 +158,21 @@ class Row:
 
 
 def _written(model: Trained, tokenizer: Tokenizer, prompt: Prompt, draws: bool) -> Row:
-    """Return a prompt with the placeholders of its images, without them if the model reads none."""
-    head = model.inputs.image
-    pictures = pictures_of(prompt.images, head, prompt.sizes) if head is not None else []
+    """Return a prompt with the placeholders of its files, without them if the model reads none."""
+    reads = model.inputs.of("image") or model.inputs.of("audio")
+    pictures = pictures_of(prompt.images, model.inputs, prompt.sizes) if reads else []
     parts, begins = in_order(pictures), list[int]()
     row = Row()
     for token in _ids(tokenizer, prompt, pictures, draws):
         if token != IMAGE_ROW:
             row.ids.append(token)
-        elif head is not None:
+        elif reads:
             picture, number = next(parts)
             begins = [*(begins if number else []), len(row.ids)]
             placeholder = tokenizer.video if picture.is_video else tokenizer.image
-            row.ids.extend([placeholder] * picture.tokens(head)[number])
+            row.ids.extend(picture.ids(number, placeholder))
             if number == picture.parts - 1:
-                grid, places = picture.grid(head), picture.places(head, begins)
+                grid, places = picture.grid, picture.places(begins)
                 row.parts.extend(
                     Part(picture, at, grid, first, own)
                     for at, (first, own) in enumerate(zip(begins, places, strict=True))
@@ -178,10 +180,27 @@ def _written(model: Trained, tokenizer: Tokenizer, prompt: Prompt, draws: bool) 
     return row
 
 
+def _grids(parts: Sequence[Part]) -> list[tuple[int, Ints, *tuple[int, ...]]]:
+    """Return the grids of a prompt's images and videos, as `sample_positions` reads them."""
+    grids = list[tuple[int, Ints, int | None]]()
+    for part in parts:
+        head = part.picture.head
+        if isinstance(head, LibraryImages):  # all its images are
+            return [
+                (one.first, *head.positions(one.picture.numbers))
+                for one in parts
+                if one.picture.item == "image"
+            ]
+        if isinstance(head, ImageInput):
+            time = part.picture.times()[part.number]
+            grids.append((part.first, grid_positions(head.frames(part.grid)), time))
+    return joined_in_time(grids)
+
+
 def _ids(
     tokenizer: Tokenizer, prompt: Prompt, pictures: Sequence[Picture], draws: bool
 ) -> list[int]:
-    """Return the token ids of a prompt, `IMAGE_ROW` for each part of an image.
+    """Return the token ids of a prompt, `IMAGE_ROW` for each part of a file.
 
     Images are drawn after captions, which are not written by a chat template.
     """
@@ -195,7 +214,10 @@ def _ids(
             for text in others:
                 begin += [IMAGE_ROW, *tokenizer.encode(text)]
         return begin + tokenizer.encode(prompt.text)
-    marks = [FILM if picture.is_video else MARK for picture in pictures]
+    marks = [
+        SOUND if picture.item == "audio" else FILM if picture.is_video else MARK
+        for picture in pictures
+    ]
     turn = Turn("user", [*marks, prompt.text], [], listed=True)
     try:
         return tokenizer.chat.written([turn], around, prompt=True).ids.tolist()

@@ -26,7 +26,7 @@ from disttrain_cli.runtime.outputs.pictures import pictures_of
 from disttrain_cli.runtime.outputs.prompts import Prompt
 from disttrain_cli.runtime.outputs.sampling import Images, draw, save, write_after
 from disttrain_cli.runtime.outputs.trained import load_trained
-from disttrain_cli.spec.heads import ImageInput
+from disttrain_cli.spec.inputs import ModelInputs
 from disttrain_cli.spec.progress import Progress, silent
 from disttrain_cli.spec.runfile import Run, read_run
 from disttrain_cli.spec.samples import Samples, Written
@@ -71,13 +71,7 @@ def sample(
         raise UsageError(
             "The model draws no images", "it has no generator", f"Leave {argument('count')} out."
         )
-    if wish.images and any(head.packed for head in inputs.of("image")):
-        raise UsageError(
-            "This model's images are not read when sampling",
-            "its tower runs as one layer, with the library's own processor",
-            f"Export it ({call('export')}), and use transformers' image-text-to-text pipeline.",
-        )
-    files = [_read_image(path, inputs.image, inputs.llm) for path in wish.images]
+    files = [_read_file(path, inputs) for path in wish.images]
     pictures: list[tuple[str | None, bytes | None]] = [
         (str(path), data) for path, data in zip(wish.images, files, strict=True)
     ] or [(None, None)]
@@ -189,18 +183,18 @@ def _check_model(run: Run, folder: Path) -> None:
     check_belongs(folder, model_of(run))
 
 
-def _read_image(path: Path, head: ImageInput | None, llm: str) -> bytes:
-    """Read an image file that can be decoded."""
-    if head is None:
+def _read_file(path: Path, inputs: ModelInputs) -> bytes:
+    """Read an image, video or sound file that can be decoded."""
+    if not inputs.of("image") and not inputs.of("audio"):
         raise UsageError(
             "This model reads no images",
-            f"it has no image encoder before {llm}",
+            f"it has no image encoder before {inputs.llm}",
             f"Leave {argument('images')} out: {call('sample', prompts='TEXT')}",
         )
     try:
         data = path.read_bytes()
-        (picture,) = pictures_of([data], head)
-        picture.planes(head)
+        (picture,) = pictures_of([data], inputs)
+        picture.check()
     except OSError as error:
         raise DataError(
             f"Cannot read the image {path}", error.strerror or str(error), "Name another file."
@@ -209,7 +203,8 @@ def _read_image(path: Path, head: ImageInput | None, llm: str) -> bytes:
         raise DataError(
             f"Cannot read the image {path}",
             str(error),
-            "Give a JPEG, PNG or WebP file; or a video, where the run file has data.video.",
+            "Give a JPEG, PNG or WebP file; a video, where the run file has data.video; or a sound"
+            " file, if the model reads audio.",
         ) from None
     return data
 

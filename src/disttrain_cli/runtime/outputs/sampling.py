@@ -71,7 +71,7 @@ def main(payload: dict[str, Any]) -> None:
     elif spec.images and model.inputs.generators:
         texts, images = _draw_as_data_ask(model, profile, spec.images)
     written = []
-    if spec.read and model.inputs.image is not None:
+    if spec.read and model.inputs.of("image"):
         read = list(islice(_pictures(run, model), spec.read))
         said = write_after(model, [Prompt(images=(picture,)) for picture, _ in read], TEXT_TOKENS)
         for number, ((picture, recorded), text) in enumerate(zip(read, said, strict=True)):
@@ -109,8 +109,10 @@ def write_after(
     """Return the text that the model writes after each prompt, of at most `tokens` tokens."""
     tokenizer, texts = checked_tokenizer(model.run, model.inputs), list[str]()
     ids = torch.arange(model.inputs.vocabulary, device=model.device)
+    rows = [id_ for head in model.inputs.heads for id_ in head.row_ids]
     special = torch.tensor(
-        [tokenizer.pad, tokenizer.bos, tokenizer.image, tokenizer.context], device=model.device
+        [tokenizer.pad, tokenizer.bos, tokenizer.image, tokenizer.context, *rows],
+        device=model.device,
     )
     of_turns = None if tokenizer.chat is None else tokenizer.chat.end
     ends = {tokenizer.eos} if of_turns is None else {tokenizer.eos, of_turns}

@@ -94,9 +94,10 @@ class Family:
     video: Callable[[Path, Fields], VideoProcessor] | None = None
     library: bool = False
 
-    def of_kind(self, kind: str) -> Module | None:
-        """Return the family's module of a kind."""
-        return next((one for one in self.modules.values() if one.kind == kind), None)
+    def part(self, name: str, kind: str) -> Module | None:
+        """Return the family's module of this name, or else its first one of this kind."""
+        of_kind = {key: one for key, one in self.modules.items() if one.kind == kind}
+        return of_kind.get(name, next(iter(of_kind.values()), None))
 
 
 def only(path: Path, fields: Fields, field: str, allowed: Mapping[Any, Any]) -> Any:

@@ -13,16 +13,19 @@ from disttrain_cli.calls import call
 from disttrain_cli.errors import SpecError
 from disttrain_cli.spec.families.defaults import IMAGE_PROCESSORS, class_of, completed
 from disttrain_cli.spec.families.family import Family, Fields, Module
-from disttrain_cli.spec.families.library import default_image_token, library_family
+from disttrain_cli.spec.families.library import default_token, library_family
 from disttrain_cli.spec.families.processors import image_processor_fields
 from disttrain_cli.spec.families.table import FAMILIES
 from disttrain_cli.spec.families.videos import video_processor_fields
 from disttrain_cli.spec.files import parse_json
 from disttrain_cli.spec.image_processor import ImageProcessor
+from disttrain_cli.spec.library_processor import THINKER
 from disttrain_cli.spec.video_processor import VideoProcessor
 
 CONFIG = "config.json"
 AGAIN = "Download the folder again."
+#: Sections that describe an audio tower.
+AUDIO_CONFIGS = ("audio_config", "sound_config")
 
 
 @dataclass(frozen=True)
@@ -84,14 +87,24 @@ class PublishedFolder:
     @property
     def image_token(self) -> int | None:
         """Id of an image's placeholder: the folder's, or its class's default."""
+        return self.token("image")
+
+    @property
+    def video_token(self) -> int | None:
+        """Id of a video's placeholder, likewise."""
+        return self.token("video")
+
+    def token(self, media: str) -> int | None:
+        """Return the id of a file's placeholder: the folder's, or its class's default."""
+        names = (f"{media}_token_id", f"{media}_token_index")
         named = (
             fields.get(field)
             for fields in (self.config, self.family.defaults)
-            for field in self.family.image_token
+            for field in (self.family.image_token if media == "image" else names)
         )
         found = next((value for value in named if isinstance(value, int)), None)
         if found is None and self.family.library:
-            return default_image_token(self.model_type)
+            return default_token(self.model_type, media)
         return found
 
     def image_fields(self) -> tuple[Path, Fields]:
@@ -118,12 +131,6 @@ class PublishedFolder:
             return None
         return self.family.video(*video_processor_fields(self.path))
 
-    @property
-    def video_token(self) -> int | None:
-        """Id of a video's placeholder: the folder's, or its class's default."""
-        given = {**self.family.defaults, **self.config}.get("video_token_id")
-        return given if isinstance(given, int) else None
-
     def specs(self, given: str) -> dict[str, dict[str, Any]]:
         """Return the modules as run file fields; `given` is the folder's name in the run file."""
         for module in self.family.modules.values():
@@ -135,9 +142,20 @@ class PublishedFolder:
         }
 
 
-def family_of(model_type: str) -> Family | None:
-    """Return a family of whole models by the model_type of its config.json; None if unknown."""
-    return FAMILIES.get(model_type) or library_family(model_type)
+def thinker_of(fields: Fields) -> Fields:
+    """Return the configuration of an Omni's part that reads and writes texts; others unchanged."""
+    inside = fields.get(THINKER)
+    if not isinstance(inside, dict):
+        return fields
+    return {**inside, "model_type": f"{fields.get('model_type')}_thinker"}
+
+
+def family_of(fields: Fields) -> Family | None:
+    """Return a family of whole models by its config.json; None if unknown."""
+    fields = thinker_of(fields)
+    kind = str(fields.get("model_type"))
+    hears = any(isinstance(fields.get(name), dict) for name in AUDIO_CONFIGS)
+    return FAMILIES.get(kind) or library_family(kind, hears)
 
 
 def published_in(path: Path) -> PublishedFolder | None:
@@ -148,11 +166,12 @@ def published_in(path: Path) -> PublishedFolder | None:
     """
     file = path / CONFIG
     fields = parse_json(file, "model configuration", AGAIN) if file.is_file() else None
-    kind = str(fields.get("model_type")) if isinstance(fields, dict) else ""
-    family = family_of(kind)
-    if not isinstance(fields, dict) or family is None:
+    if not isinstance(fields, dict):
         return None
-    return PublishedFolder(path, kind, family, fields)
+    fields, family = thinker_of(fields), family_of(fields)
+    if family is None:
+        return None
+    return PublishedFolder(path, str(fields["model_type"]), family, fields)
 
 
 def read_folder(path: Path) -> PublishedFolder:
