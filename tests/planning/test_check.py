@@ -346,7 +346,7 @@ def test_ep_of_the_llm_runs_where_the_runtime_knows_of_it(made: Made) -> None:
     refuse_experts(made[0], "A rehearsal")
     with pytest.raises(SpecError) as caught:
         refuse_experts(plan, "A rehearsal")
-    assert "A rehearsal of units with EP above 1" in str(caught.value)
+    assert "A rehearsal does not support units with EP above 1" in str(caught.value)
     assert "llm has EP 4" in str(caught.value)
 
 

@@ -169,7 +169,7 @@ def refuse_experts(plan: Plan, what: str) -> None:
     """
     if units := [unit for unit in plan.plan.units if unit.ep > 1]:
         raise SpecError(
-            f"{what} of units with EP above 1 is not supported",
+            f"{what} does not support units with EP above 1",
             ", ".join(f"{unit.name} has EP {unit.ep}" for unit in units),
             "Set ep: 1 in a copy of the plan for it, or train with the plan as it is.",
         )
