@@ -13,12 +13,13 @@ from disttrain_cli.planning.check import (
     check_device,
     check_memory,
     not_run,
+    refuse_experts,
     refuse_not_run,
 )
 from disttrain_cli.planning.solve import check_profile
 from disttrain_cli.spec.files import fingerprint
 from disttrain_cli.spec.plan import Layout, Plan, Prediction, Search, StageMemory, UnitPlan
-from disttrain_cli.spec.profile import Heads, Profile
+from disttrain_cli.spec.profile import Experts, Heads, Profile
 from disttrain_cli.spec.runfile import RunFile
 from tests.planning import synthetic
 
@@ -323,6 +324,53 @@ def test_cp_needs_a_profile_that_knows_of_heads(made: Made) -> None:
     fingerprints = plan.fingerprints.model_copy(update={"profile": fingerprint(made[2])})
     with pytest.raises(SpecError, match="has no attention whose rows ranks could share"):
         check(plan.model_copy(update={"fingerprints": fingerprints}), run, made[2])
+
+
+def with_ep(made: Made, module: str, ep: int, experts: Experts | None) -> Made:
+    """The plan with EP for the unit of a module on four replicas, and such experts in the LLM."""
+    plan, run, profile = made
+    llm = profile.modules["llm"]
+    costs = {kind: cost.model_copy(update={"experts": experts}) for kind, cost in llm.costs.items()}
+    modules = profile.modules | {"llm": llm.model_copy(update={"costs": costs})}
+    units = [
+        unit.model_copy(update={"dp": 4, "gpus": 4, "ep": ep} if unit.name == module else {})
+        for unit in plan.plan.units
+    ]
+    plan = with_layout(plan, units=units, gpus_used=6)
+    return plan, run, profile.model_copy(update={"modules": modules})
+
+
+def test_ep_of_the_llm_runs_where_the_runtime_knows_of_it(made: Made) -> None:
+    plan, run, profile = with_ep(made, "llm", 4, Experts(8, 2, 16, 100, 100))
+    _check_ranks(plan, run, profile)
+    refuse_experts(made[0], "A rehearsal")
+    with pytest.raises(SpecError) as caught:
+        refuse_experts(plan, "A rehearsal")
+    assert "A rehearsal does not support units with EP above 1" in str(caught.value)
+    assert "llm has EP 4" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("module", "experts", "named"),
+    [
+        ("llm", None, "no layer of llm has experts"),
+        ("image_encoder", Experts(8, 2, 16, 100, 100), "no layer of image_encoder has experts"),
+        ("llm", Experts(6, 2, 16, 100, 100), "EP 4 must divide the 6 experts of llm"),
+    ],
+)
+def test_a_wrong_ep_is_refused_by_name(
+    made: Made, module: str, experts: Experts | None, named: str
+) -> None:
+    with pytest.raises(SpecError, match=named) as caught:
+        _check_ranks(*with_ep(made, module, 4, experts))
+    assert f"Unit {module} cannot have EP 4" in str(caught.value)
+
+
+def test_ep_divides_the_ranks_of_a_stage() -> None:
+    unit = UnitPlan(name="l", modules=["llm"], gpus=4, dp=4, layers_per_stage=[3])
+    assert UnitPlan.model_validate(unit.model_dump() | {"ep": 4}).expert_replicas == 1
+    with pytest.raises(ValueError, match="tp × cp × dp = 1 × 1 × 4 = 4; given: 3"):
+        UnitPlan.model_validate(unit.model_dump() | {"ep": 3})
 
 
 def test_gpus_are_the_product_of_all_degrees() -> None:

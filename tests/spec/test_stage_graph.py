@@ -84,6 +84,23 @@ def test_ranks_of_a_cp_group_lie_beside_each_other_and_hold_the_same_weights() -
         assert llm.replica_groups()[place.replica][place.part] == rank
 
 
+def test_ranks_of_an_ep_group_lie_beside_each_other_over_replicas() -> None:
+    shape = {"tp": 2, "cp": 2, "dp": 3, "ep": 6}
+    unit = UnitPlan(name="l", modules=["llm"], gpus=12, layers_per_stage=[1], **shape)
+    layout = Layout(
+        global_batch_size=3, microbatch_size=1, microbatches=1, gpus_used=12, units=[unit]
+    )
+    graph = stage_graph(layout, "llm")
+    (stage,) = graph.stages
+    assert stage.ep_groups() == [list(range(6)), list(range(6, 12))]
+    assert [stage.expert_group(rank) for rank in range(6)] == [[r, r + 6] for r in range(6)]
+    assert (unit.expert_replicas, unit.replicas_together) == (2, 3)
+    for rank in stage.ranks:
+        place = graph.coords(rank)
+        assert stage.expert_group(place.ep_rank)[place.expert_holder] == rank
+        assert stage.ep_groups()[place.expert_holder][place.ep_rank] == rank
+
+
 def test_units_of_one_tp_size_are_numbered_in_pipeline_order() -> None:
     assert [stage.ranks for stage in _graph([(1, 2, 1), (1, 1, 2)]).stages] == [(0, 1), (2,), (3,)]
 

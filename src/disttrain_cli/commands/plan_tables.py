@@ -429,10 +429,11 @@ def needs(plan: Plan) -> list[str]:
 def shape(layout: Layout) -> str:
     """Return TP×DP×PP of every unit in pipeline order, and M.
 
-    ×CP follows TP for units with context parallelism.
+    ×CP follows TP for units with context parallelism, and EP the others, whose ranks it divides.
     """
     units = (
         f"{u.tp_degree}{f'×CP {u.cp_degree}' if u.cp > 1 else ''}×{u.dp}×{u.pp}"
+        f"{f' (EP {u.ep})' if u.ep > 1 else ''}"
         for u in layout.units
     )
     return f"{' → '.join(units)}, M {layout.microbatch_size}"

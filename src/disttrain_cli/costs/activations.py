@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
+from disttrain_cli.costs import experts
 from disttrain_cli.costs.context import held_bytes, kept_bytes, rows
 from disttrain_cli.costs.freezing import Backward, backwards
 from disttrain_cli.costs.memoised import memoised
@@ -115,6 +115,13 @@ def working_share(
         overlap=overlap,
     )
     share = _shared(terms, shape) + _saved_beyond_share(profile, modules, shape, trained)
+    share = share + _by_own_rows(
+        profile,
+        modules,
+        shape,
+        trained,
+        lambda _, cost, shape, does: experts.held_bytes(profile, cost, shape),
+    )
     if shape.cp_comm_type != "all_gather":
         return share
     kept = kept_share(profile, modules, replace(shape, recompute=False), trained)
@@ -255,8 +262,13 @@ def _shared(terms: Floats, shape: ParallelShape) -> Floats:
 def _saved_beyond_share(
     profile: Profile, modules: Sequence[str], shape: ParallelShape, trained: Sequence[str] | None
 ) -> Floats:
-    """Return [4, L] bytes that a CP rank saves for a slot beyond its share of the work."""
-    return _by_own_rows(profile, modules, shape, trained, partial(kept_bytes, profile))
+    """Return [4, L] bytes that a rank saves for a slot beyond its share of the work (CP, EP)."""
+
+    def row_bytes(name: str, cost: LayerCost, shape: ParallelShape, does: Backward) -> float:
+        in_context = kept_bytes(profile, name, cost, shape, does)
+        return in_context + experts.kept_bytes(cost, shape, does)
+
+    return _by_own_rows(profile, modules, shape, trained, row_bytes)
 
 
 def _by_own_rows(

@@ -126,7 +126,7 @@ def _attention_ms(
     )
     latency_s = messages_s(profile, shape, 0.0)
     byte_s = messages_s(profile, shape, 1.0) - latency_s
-    once = _by_rows(
+    once = by_rows(
         profile,
         name,
         2.0 * latency_s,
@@ -162,11 +162,11 @@ def _gathered_ms(
             profile.device, profile.precision, moved_bytes
         )
         more = Polynomial(per_length_sq=levelled * UNEVEN * attended.per_length_sq / shape.cp)
-        passes.append(combine((1.0, _by_rows(profile, name, latency_s, row_s)), (1.0, more)))
+        passes.append(combine((1.0, by_rows(profile, name, latency_s, row_s)), (1.0, more)))
     return passes[0], passes[1]
 
 
-def _by_rows(profile: Profile, name: str, latency_s: float, row_s: float) -> Polynomial:
+def by_rows(profile: Profile, name: str, latency_s: float, row_s: float) -> Polynomial:
     """Return a time in ms by the work of a replica, from a latency and a time per row."""
     each = _rows_of(profile, name)
     return Polynomial(
@@ -206,7 +206,7 @@ def exchanged_bytes(
     """
     if shape.cp == 1:
         return 0.0
-    passes, mean = 1.0 + _backwards(shape, does), profile.modules[name].work_per_sequence
+    passes, mean = 1.0 + backwards(shape, does), profile.modules[name].work_per_sequence
     gathered = cost.gathered_bytes(mean) / shape.tp * shape.cp / max(1.0, rows(profile, name, mean))
     return passes * (
         ring_bytes("all_gather", gathered, shape.cp) + _sent_bytes(profile, cost.heads, shape)
@@ -311,7 +311,7 @@ def _again(heads: Heads, shape: ParallelShape) -> int:
     return max(1, shape.cp // (heads.key // shape.tp))
 
 
-def _backwards(shape: ParallelShape, does: Backward) -> float:
+def backwards(shape: ParallelShape, does: Backward) -> float:
     """Return the passes of a backward with messages; gradients send as much as the forward."""
     return 0.0 if does == "still" else 2.0 if shape.recompute else 1.0
 

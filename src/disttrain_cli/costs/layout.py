@@ -6,13 +6,14 @@ stage: simulator, rehearsal and analysis evaluate them at the work of every repl
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from disttrain_cli.costs.context import exchanged_ms
+from disttrain_cli.costs.experts import exchanged_ms, of_others, own_trained
 from disttrain_cli.costs.flops import flops_parts
 from disttrain_cli.costs.freezing import Backward, backwards
 from disttrain_cli.costs.links import COLLECTIVES, all_gather_s, all_reduce_s, p2p_s, ring_link
@@ -26,6 +27,8 @@ from disttrain_cli.spec.shape import ParallelShape
 from disttrain_cli.spec.stage_graph import Stage, cuts_of, stage_graph
 
 Floats = NDArray[np.float64]
+#: Time of a collective by links, bytes and ranks (`costs.links`).
+Collective = Callable[[LinkTimes, float, int], float]
 GRADIENT_BYTES = 4.0  # reduced in fp32 in both precisions
 
 
@@ -65,6 +68,9 @@ class CostedStage(Stage):
     held: list[tuple[str, str, Backward]]
     # parameters that one rank trains, by layer; a weight shared by two of them counts once
     numbers: list[int]
+    expert_numbers: list[
+        int
+    ]  # parameters among these in experts that an EP group divides, by layer
     copied: int  # parameters among these that another stage has a copy of
     cut_bytes: float  # sent to each following stage per packed sequence
     # True if a layer up to here is trained, so that gradients come back over the cut
@@ -75,6 +81,11 @@ class CostedStage(Stage):
     def trained(self) -> float:
         """Parameters that one rank trains."""
         return float(sum(self.numbers))
+
+    @property
+    def trained_experts(self) -> float:
+        """Parameters among these in experts that an EP group divides."""
+        return float(sum(self.expert_numbers))
 
 
 def stages_of(profile: Profile, layout: Layout) -> list[CostedStage]:
@@ -98,8 +109,13 @@ def stages_of(profile: Profile, layout: Layout) -> list[CostedStage]:
             known[alike] = list(_costs(profile, stage, kinds))
         numbers = [
             shard_of(profile.modules[name], kind, tp=unit.tp_of(name)).trainable
+            - round(of_others(profile, name, kind, unit.shape)[1])
             if what == "trained"
             else 0
+            for name, kind, what in kinds
+        ]
+        expert_numbers = [
+            round(own_trained(profile, name, kind, unit.shape)) if what == "trained" else 0
             for name, kind, what in kinds
         ]
         shared = _shared(profile, unit, does)
@@ -111,6 +127,7 @@ def stages_of(profile: Profile, layout: Layout) -> list[CostedStage]:
                 costs=known[alike],
                 held=kinds,
                 numbers=numbers,
+                expert_numbers=expert_numbers,
                 copied=0 if stage.twin is None else shared,
                 cut_bytes=_cut_bytes(profile, layout, unit, *local[-1]),
                 gradients_back=any(what == "trained" for *_, what in kinds)
@@ -221,13 +238,16 @@ def amount(coefficients: Floats, work: Floats) -> Floats:
     return np.where((items != 0) | (tokens != 0) | (length_sq != 0), value, 0.0)
 
 
-def replica_ms(coefficients: Floats, loads: Floats, replicas: int) -> Floats:
+def replica_ms(coefficients: Floats, loads: Floats, replicas: int, together: int = 1) -> Floats:
     """Return [n, DP] `amount` of a time at the work [n, DP, 3] of every replica.
 
-    If `loads` has several ranks per replica [n, DP · TP, 3], the busiest one counts.
+    If `loads` has several ranks per replica [n, DP · TP, 3], the busiest one counts; and of
+    `together` neighbouring replicas, which wait for each other in every layer, the busiest one.
     """
-    each = amount(coefficients, loads)
-    return each if each.shape[1] == replicas else each.reshape(len(each), replicas, -1).max(axis=2)
+    each = amount(coefficients, loads).reshape(len(loads), replicas, -1).max(axis=2)
+    if together == 1:
+        return each
+    return each.reshape(len(each), -1, together).max(axis=2).repeat(together, axis=1)
 
 
 def crossings(stages: list[CostedStage]) -> list[tuple[CostedStage, CostedStage]]:
@@ -252,17 +272,20 @@ def link_between(
     return profile.links.of(in_one_node(ends_of(before, after), gpus_per_node))
 
 
-def replicas_link(profile: Profile, stage: CostedStage, gpus_per_node: int) -> LinkTimes:
+def replicas_link(
+    profile: Profile, stage: CostedStage, gpus_per_node: int, rings: int | None = None
+) -> LinkTimes:
     """Return the links of a ring of ranks that hold the same weights (`Stage.dp_group`).
 
-    All rings of a stage (one for each TP rank) run at once. A stage that begins or ends inside a
-    node has fewer ranks there, and its rings are as narrow as in that node.
+    All `rings` of a stage (one for each TP rank; of experts, for each EP rank) run at once. A stage
+    that begins or ends inside a node has fewer ranks there, and its rings are as narrow as in that
+    node.
     """
-    width = ring_width(stage, gpus_per_node)
+    width = ring_width(stage, gpus_per_node, rings)
     return profile.links if width is None else ring_link(profile.links, width)
 
 
-def ring_width(stage: Stage, gpus_per_node: int) -> int | None:
+def ring_width(stage: Stage, gpus_per_node: int, rings: int | None = None) -> int | None:
     """Return the fewest ranks of a stage's rings in any of its nodes; None inside one node."""
     if in_one_node(ends_of(stage), gpus_per_node):
         return None
@@ -270,7 +293,7 @@ def ring_width(stage: Stage, gpus_per_node: int) -> int | None:
     fewest = min(
         gpus_per_node, -first % gpus_per_node or gpus_per_node, (stop - 1) % gpus_per_node + 1
     )
-    return max(1, fewest // stage.tp)
+    return max(1, fewest // (rings or stage.tp))
 
 
 def transfers_s(
@@ -305,8 +328,9 @@ def reduce_s(profile: Profile, layout: Layout, stage: CostedStage, gpus_per_node
 
     It includes the sum over a tied weight's copies and over a TP group (`after_s`).
     """
-    link = replicas_link(profile, stage, gpus_per_node)
-    replicas_s = reduction_s(layout, link, stage.trained, dp_cp_size=stage.unit.dp_cp_size)
+    replicas_s = reduction_s(
+        layout, weight_rings(profile, stage, gpus_per_node), stage.trained, stage.trained_experts
+    )
     return replicas_s + after_s(profile, layout, stage, gpus_per_node)
 
 
@@ -346,27 +370,68 @@ def copies_s(profile: Profile, layout: Layout, stage: CostedStage, gpus_per_node
     return all_reduce_s(profile.links.of(inside), stage.copied * GRADIENT_BYTES / share, 2)
 
 
-def reduction_s(layout: Layout, link: LinkTimes, numbers: float, *, dp_cp_size: int) -> float:
-    """Return the time of reducing `numbers` gradients over the ranks with the same weights."""
-    collective_s = COLLECTIVES[reduction_of(layout)]
-    return collective_s(link, numbers * GRADIENT_BYTES, dp_cp_size) if numbers else 0.0
+class Rings(NamedTuple):
+    """Rings of a stage's ranks with the same weights, and of those with the same experts."""
+
+    link: LinkTimes
+    size: int
+    experts_link: LinkTimes
+    experts_size: int
+
+    def times_s(
+        self, collective_s: Collective, number_bytes: float, numbers: float, experts: float
+    ) -> float:
+        """Return the time of a collective over both, one after the other.
+
+        Args:
+            numbers: all numbers on a rank, `experts` of them in experts that an EP group divides.
+        """
+        return sum(
+            collective_s(link, count * number_bytes, size)
+            for link, count, size in (
+                (self.link, numbers - experts, self.size),
+                (self.experts_link, experts, self.experts_size),
+            )
+            if count
+        )
+
+
+def weight_rings(profile: Profile, stage: CostedStage, gpus_per_node: int) -> Rings:
+    """Return the rings over which a stage reduces gradients and gathers weights."""
+    return Rings(
+        replicas_link(profile, stage, gpus_per_node),
+        stage.unit.dp_cp_size,
+        replicas_link(profile, stage, gpus_per_node, stage.ep),
+        stage.unit.expert_replicas,
+    )
+
+
+def reduction_s(layout: Layout, rings: Rings, numbers: float, experts: float) -> float:
+    """Return the time of reducing `numbers` gradients over the ranks with the same weights.
+
+    `experts` of them are in experts that an EP group divides.
+    """
+    return rings.times_s(COLLECTIVES[reduction_of(layout)], GRADIENT_BYTES, numbers, experts)
 
 
 def gather_s(
-    profile: Profile, layout: Layout, link: LinkTimes, numbers: float, *, dp_cp_size: int
+    profile: Profile, layout: Layout, rings: Rings, numbers: float, experts: float
 ) -> float:
     """Return the time of gathering `numbers` weights from the ranks that hold the same ones.
 
-    Under ZeRO-1 each of these updates a share; without ZeRO the time is 0.
+    Under ZeRO-1 each of these updates a share; without ZeRO the time is 0. `experts` as in
+    `reduction_s`.
     """
-    if layout.zero_stage == 0 or not numbers:
+    if layout.zero_stage == 0:
         return 0.0
-    return all_gather_s(link, numbers * WEIGHT_BYTES[profile.precision], dp_cp_size)
+    return rings.times_s(all_gather_s, WEIGHT_BYTES[profile.precision], numbers, experts)
 
 
 def update_s(profile: Profile, layout: Layout, stage: CostedStage) -> float:
     """Return the optimizer's own time; under ZeRO-1 for a rank's share."""
-    mine = stage.trained / (stage.unit.dp_cp_size if layout.zero_stage else 1)
+    zero, experts = layout.zero_stage, stage.trained_experts
+    mine = (stage.trained - experts) / (stage.unit.dp_cp_size if zero else 1)
+    mine += experts / (stage.unit.expert_replicas if zero else 1)
     return mine * profile.device.optimizer_ns_per_parameter * 1e-9
 
 
@@ -375,7 +440,7 @@ def optimizer_s(profile: Profile, layout: Layout, stage: CostedStage, gpus_per_n
 
     Under ZeRO-1 it covers a replica's share, whose weights are then gathered.
     """
-    link = replicas_link(profile, stage, gpus_per_node)
+    rings = weight_rings(profile, stage, gpus_per_node)
     return update_s(profile, layout, stage) + gather_s(
-        profile, layout, link, stage.trained, dp_cp_size=stage.unit.dp_cp_size
+        profile, layout, rings, stage.trained, stage.trained_experts
     )

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from disttrain_cli.costs import nccl
 from disttrain_cli.costs.activations import at_worst, deferred_share, kept_share, working_share
+from disttrain_cli.costs.experts import of_others, own_trained
 from disttrain_cli.costs.freezing import backwards
 from disttrain_cli.costs.memoised import memoised
 from disttrain_cli.spec.plan import Layout, StageMemory, UnitPlan
@@ -76,6 +77,8 @@ class Groups(NamedTuple):
     gathers: Flags = False  # the CP group all-gathers keys and values
     overlap: bool = False  # messages of the TP group go round a ring
     copies: bool = True  # a tied weight may have its layers on two stages
+    experts: nccl.Spread = nccl.Spread(1, 1, 1)  # the EP group
+    expert_replicas: nccl.Spread = nccl.Spread(1, 1, 1)  # with an EP group
 
     @classmethod
     def of_stage(cls, profile: Profile, graph: StageGraph, stage: Stage) -> Groups:
@@ -92,6 +95,11 @@ class Groups(NamedTuple):
             unit.gathers,
             unit.tp_overlap,
             unit.pp > 1,
+            *(
+                (spread(stage.ep_groups()[0]), spread(stage.expert_group(0)))
+                if stage.ep > 1
+                else ()
+            ),
         )
 
 
@@ -99,7 +107,7 @@ def reserved_bytes(profile: Profile, modules: Sequence[str], groups: Groups) -> 
     """Return the bytes of a rank for the device's context, workspaces and communicators."""
     device = profile.device
     copies = groups.copies and any(profile.modules[name].tied for name in modules)
-    spreads = groups[:4]
+    spreads = (*groups[:4], groups.experts, groups.expert_replicas)
     count = sum(np.asarray(one.size) > 1 for one in spreads[1:]) + 1 + 2 * groups.cuts + copies
     mib = (
         device.workspace_mib
@@ -109,6 +117,8 @@ def reserved_bytes(profile: Profile, modules: Sequence[str], groups: Groups) -> 
         + nccl.collective_mib(device, groups.weights)
         + nccl.collective_mib(device, groups.tensor, passes_on=groups.overlap)
         + nccl.context_mib(device, groups.context, groups.gathers)
+        + nccl.context_mib(device, groups.experts, False)
+        + nccl.collective_mib(device, groups.expert_replicas)
         + copies * nccl.collective_mib(device, nccl.Spread(2, 2, 1))
     )
     return np.asarray(device.context_gib * GIB + mib * 2**20, dtype=np.float64)
@@ -228,7 +238,9 @@ def layout_memory(profile: Profile, layout: Layout, limit_gib: float) -> list[St
         )
         unsharded = _states(*known, 1)[0]
         mine = share_of_states(profile.precision, dp * unit.cp)
-        states = (weight, unsharded - weight, kept + shared * mine - unsharded)
+        states = np.array([weight, unsharded - weight, kept + shared * mine - unsharded])
+        if unit.ep > 1:
+            states = states - _of_other_experts(profile, layout, unit)
         moved = message_bytes(profile, unit.modules, slot, tp_cp_size=unit.tp_cp_size, dp=dp)
         local = [stage for stage in graph.stages if stage.unit is unit]
         for stage in local:
@@ -299,6 +311,35 @@ def _states(
         strict=True,
     )
     return np.concatenate(kept), np.concatenate(shared)
+
+
+def _of_other_experts(profile: Profile, layout: Layout, unit: UnitPlan) -> Floats:
+    """Return [3, L] by how much an EP group lessens weights, gradients and optimizer states."""
+    precision, weight = profile.precision, WEIGHT_BYTES[profile.precision]
+    kept, shared = bytes_per_parameter(precision, layout.zero_stage)
+    unsharded, _ = bytes_per_parameter(precision, 1)
+    share = float(share_of_states(precision, np.array(float(unit.dp_cp_size))))
+    alone = precision == "fp32" and unit.dp_cp_size == 1  # then the stage runs without ZeRO
+    whole, divided = (
+        kept - unsharded + shared * part
+        for part in (share, share if alone else 1.0 / unit.expert_replicas)
+    )
+    columns: list[tuple[float, float, float]] = []
+    for name in unit.modules:
+        module = profile.modules[name]
+        does = backwards(profile, layout.trained)[name]
+        for kind, one in zip(module.layers, does, strict=True):
+            held, trained = of_others(profile, name, kind, unit.shape)
+            trained *= one == "trained"
+            own = own_trained(profile, name, kind, unit.shape) * (one == "trained")
+            columns.append(
+                (
+                    held * weight,
+                    trained * (unsharded - weight),
+                    (trained + own) * whole - own * divided,
+                )
+            )
+    return np.array(columns).T
 
 
 def tied_in(profile: Profile, stage: Stage) -> tuple[int, int] | None:

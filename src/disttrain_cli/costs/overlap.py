@@ -24,21 +24,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from disttrain_cli.costs.buckets import buckets
-from disttrain_cli.costs.context import exchanged_ms
+from disttrain_cli.costs.experts import exchanged_ms
 from disttrain_cli.costs.freezing import Backward
 from disttrain_cli.costs.layout import (
     CostedStage,
+    Rings,
     after_s,
     gather_s,
     reduction_s,
-    replicas_link,
     ring_width,
     update_s,
+    weight_rings,
 )
 from disttrain_cli.costs.memoised import memoised
 from disttrain_cli.costs.stage import backward_parts, forward_parts, shard_of
 from disttrain_cli.spec.plan import Layout
-from disttrain_cli.spec.profile import LinkTimes, Polynomial, Profile
+from disttrain_cli.spec.profile import Polynomial, Profile
 from disttrain_cli.spec.shape import ParallelShape
 from disttrain_cli.spec.trace import BACKWARD, FORWARD, WEIGHTS
 from disttrain_cli.spec.work import Work
@@ -107,8 +108,8 @@ def hidden(
         width = ring_width(stage, gpus_per_node)
         layers = stage.unit.name, stage.weight_delay, tuple(stage.held), tuple(stage.numbers)
         if (alike := (*layers, behind_nothing_s, width)) not in known:
-            link = replicas_link(profile, stage, gpus_per_node)
-            known[alike] = _of_stage(profile, layout, stage, link, behind_nothing_s)
+            rings = weight_rings(profile, stage, gpus_per_node)
+            known[alike] = _of_stage(profile, layout, stage, rings, behind_nothing_s)
         rows.append(known[alike])
     last = [BACKWARD if stage.weight_delay is None else WEIGHTS for stage in stages]
     reductions, gathers = zip(*rows, strict=True)
@@ -134,20 +135,22 @@ def _stacked(rows: Sequence[Messages]) -> tuple[Floats, Floats, Floats]:
 
 
 def _of_stage(
-    profile: Profile, layout: Layout, stage: CostedStage, link: LinkTimes, behind_nothing_s: float
+    profile: Profile, layout: Layout, stage: CostedStage, rings: Rings, behind_nothing_s: float
 ) -> tuple[Messages, Messages]:
     """Return reduction and gather of a stage.
 
     Args:
-        link: between its replicas.
+        rings: of its ranks with the same weights.
         behind_nothing_s: sums of gradients that overlap with nothing.
     """
-    numbers, holders = stage.numbers, stage.unit.dp_cp_size
     forward_ms, last_ms = _layers(profile, layout, stage)
-    found = buckets(numbers)
-    held = [sum(numbers[layer] for layer in bucket) for bucket in found]
-    reduced = [reduction_s(layout, link, count, dp_cp_size=holders) for count in held]
-    gathered = [gather_s(profile, layout, link, count, dp_cp_size=holders) for count in held]
+    numbers = stage.numbers, stage.expert_numbers
+    found = buckets(stage.numbers)
+    held = [
+        [sum(of_layers[bucket.start : bucket.stop]) for of_layers in numbers] for bucket in found
+    ]
+    reduced = [reduction_s(layout, rings, *counts) for counts in held]
+    gathered = [gather_s(profile, layout, rings, *counts) for counts in held]
     last_s = sum(last_ms) / 1e3 * len(last_slots(layout.microbatches, stage.weight_delay))
     return (
         (list(accumulate(reduced, initial=behind_nothing_s))[1:], _before(found, last_ms), last_s),

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from disttrain_cli.calls import call
-from disttrain_cli.costs.context import exchanged_ms
+from disttrain_cli.costs.experts import exchanged_ms
 from disttrain_cli.costs.freezing import Backward, backwards
 from disttrain_cli.costs.memoised import memoised
 from disttrain_cli.errors import SpecError

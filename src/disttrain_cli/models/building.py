@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from disttrain_cli.models.experts import shard_experts
 from disttrain_cli.models.layer import ADAPTER, PipelineLayer
 from disttrain_cli.models.lora import Lora, adapt, draw
 from disttrain_cli.models.tensor_parallel import shard
@@ -45,12 +46,15 @@ class LayerMaker:
         *,
         tp: int = 1,
         tp_rank: int | None = None,
+        ep: int = 1,
+        ep_rank: int = 0,
     ) -> PipelineLayer:
         """Return the layer with its initial weights, always drawn on the CPU in float32.
 
         With `tp` the layer is one rank's shard. With `tp_rank` it is that rank's shard of the same
         weights as the unsharded layer's, which occupies the CPU's memory meanwhile; without, the
-        shard is drawn on its own: right shapes only, for measurements.
+        shard is drawn on its own: right shapes only, for measurements. With `ep` it has the experts
+        of a rank of an EP group.
         """
         layer = self.on_meta() if tp_rank is not None else shard(self.on_meta(), tp=tp)
         if torch.device(device).type == "meta":
@@ -70,6 +74,7 @@ class LayerMaker:
         draw(layer, seed)
         if tp_rank is not None:
             shard(layer, tp=tp, rank=tp_rank)
+        shard_experts(layer, ep=ep, rank=ep_rank)
         return layer.to(device=device, dtype=dtype)
 
 

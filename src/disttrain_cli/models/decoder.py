@@ -194,6 +194,7 @@ class Block(DecoderLayer):
         self.untrained = frozenset(
             path for path, parameter in self.named_parameters() if not parameter.requires_grad
         )
+        self.experts = self._library.mixture(number)
         heads = self._library.heads
         self.exchanged = None if heads is None else heads[number]
         self.division, sharded = self._library.division(number)

@@ -71,12 +71,13 @@ def by_ids(division: Division, path: str) -> bool:
 
 @dataclass(frozen=True)
 class Shard:
-    """Shard of a tensor on one TP rank: a `tp`-th of `dim` in each of its packed parts."""
+    """Shard of a tensor on one TP or EP rank: a `tp`-th of `dim` in each of its packed parts."""
 
     dim: int
     packed: tuple[int, ...]  # relative widths of the parts
     tp: int
     rank: int
+    of_experts: bool = False  # its ranks are an EP group's
 
     def widths(self, size: int) -> list[int]:
         """Return the widths of the packed parts of a dimension of this size."""
@@ -86,6 +87,12 @@ class Shard:
 def shard_of(parameter: nn.Parameter) -> Shard | None:
     """Return the shard that a parameter is; None if every TP rank has the full tensor."""
     return getattr(parameter, "shard", None)
+
+
+def of_experts(parameter: nn.Parameter) -> bool:
+    """Return True if a parameter holds some of the experts: those of one rank of an EP group."""
+    shard = shard_of(parameter)
+    return shard is not None and shard.of_experts
 
 
 def whole_shape(parameter: nn.Parameter) -> tuple[int, ...]:

@@ -123,6 +123,8 @@ def build_layers(
     *,
     tp: int = 1,
     tp_rank: int | None = None,
+    ep: int = 1,
+    ep_rank: int = 0,
     module_tp: Mapping[str, int] = MappingProxyType({}),
 ) -> list[PipelineLayer]:
     """Build only layers `start` to `stop` (exclusive) of the model, with their initial weights.
@@ -130,7 +132,8 @@ def build_layers(
     A layer's initial weights depend on `train.seed` and its name only: they are the same on every
     layout. With `tp_rank` each layer is that rank's shard, cut from the full layer, one layer at a
     time. With `tp` alone it has a shard's shapes, for compute only, and the full layer is never in
-    memory. Layers of modules in `module_tp` have the TP size named there.
+    memory. Layers of modules in `module_tp` have the TP size named there. With `ep` layers have the
+    experts of this rank of an EP group.
     """
     makers = _makers[_remember_makers(run)]
     assert 0 <= start <= stop <= len(makers)
@@ -138,7 +141,15 @@ def build_layers(
     if module_tp:
         tps = [module_tp.get(info.module, tp) for info in layer_table(run)[start:stop]]
     return [
-        maker.build(run.file.train.seed, device, dtype, tp=own_tp, tp_rank=tp_rank)
+        maker.build(
+            run.file.train.seed,
+            device,
+            dtype,
+            tp=own_tp,
+            tp_rank=tp_rank,
+            ep=ep,
+            ep_rank=ep_rank,
+        )
         for maker, own_tp in zip(makers[start:stop], tps, strict=True)
     ]
 

@@ -202,6 +202,8 @@ class PipelineLayer(nn.Module):
     row_by_row: bool = False
     # attention heads that a CP group may share: of queries, of keys and values, their width
     exchanged: tuple[int, int, int] | None = None
+    # experts that an EP group may divide: their number, those that a token chooses, width of a row
+    experts: tuple[int, int, int] | None = None
     # True if these are views of one tensor, which values keep alive when no CP group shares the
     # heads
     fused_heads: bool = False

@@ -131,6 +131,8 @@ class LibraryDecoder:
         changes_input: the base model changes its input embeddings before the first layer.
         inputs: by layer, its arguments that weights beside the embedding compute from tokens, with
             their shapes per token.
+        chosen: by kind of layer, the experts that a token chooses in its mixtures, and the width of
+            its rows there.
         reads, writes: by layer, what it reads of earlier layers' entries, and what it stores.
     """
 
@@ -163,6 +165,7 @@ class LibraryDecoder:
         self.embedding_scale = self._embedding_scale() * self._scale_of_lookup()
         self.counts_rows = any(_counts_rows(layer) for layer in self.layers)
         count = len(self.layers)
+        self.chosen: dict[str, set[tuple[int, int]]] = {}
         self.inputs: list[dict[Place, tuple[int, ...]]] = [{} for _ in range(count)]
         self.reads: list[list[Stored]] = [[] for _ in range(count)]
         self.writes: list[list[Stored]] = [[] for _ in range(count)]
@@ -278,6 +281,17 @@ class LibraryDecoder:
         windows = [window if one else longest for one in limited]
         return windows if min(windows) < longest else []
 
+    def mixture(self, number: int) -> tuple[int, int, int] | None:
+        """Return the number of a layer's experts, of those that a token chooses, and their width.
+
+        None if it has none, or mixtures of different kinds.
+        """
+        counts = {part.num_experts for _, part in experts.mixtures(self.layers[number])}
+        chosen = self.chosen.get(self.kinds[number], set())
+        if len(counts) != 1 or len(chosen) != 1:
+            return None
+        return counts.pop(), *min(chosen)
+
     @cached_property
     def heads(self) -> list[tuple[int, int, int]] | None:
         """Each layer's heads of queries, of keys and values, and their width.
@@ -368,6 +382,12 @@ class LibraryDecoder:
         call = self.filled(number, call, segments, {}, store)
         layer = copy.deepcopy(self.layers[number]).to("meta")
         recurrent.restart(layer)
+        chosen = self.chosen.setdefault(self.kinds[number], set())
+        for _, part in experts.mixtures(layer):
+            part.register_forward_pre_hook(
+                # positions of the interface's arguments
+                lambda _, given: chosen.add((given[1].shape[-1], given[0].shape[-1]))
+            )
         with recurrent.documents(segments):
             return layer(hidden.detach(), *call.positional, **call.keywords)
 

@@ -117,12 +117,12 @@ def shard(layer: PipelineLayer, *, tp: int, rank: int = 0) -> PipelineLayer:
             continue
         to = Shard(sharding.dim, sharding.packed, tp, rank)
         if isinstance(part, nn.Parameter):
-            _narrow(owner, name, to)
+            narrow(owner, name, to)
             continue
         adapter = getattr(part, "lora_A" if to.dim else "lora_B", None)
         for one in (part, adapter) if adapter is not None else (part,):
             for own, _ in list(one.named_parameters(recurse=False)):
-                _narrow(one, own, to)
+                narrow(one, own, to)
             for count in _SIZES[to.dim]:
                 if hasattr(one, count):
                     setattr(one, count, getattr(one, count) // tp)
@@ -177,7 +177,7 @@ def _overlap(layer: PipelineLayer) -> None:
         linear.__class__ = RowLinear
 
 
-def _narrow(owner: nn.Module, name: str, shard: Shard) -> None:
+def narrow(owner: nn.Module, name: str, shard: Shard) -> None:
     """Narrow a parameter to one rank's shard, if it has the dimension: a bias has no inputs."""
     parameter = owner.get_parameter(name)
     if shard.dim < parameter.ndim:

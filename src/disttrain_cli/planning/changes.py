@@ -128,6 +128,7 @@ def differences(old: Layout, new: Layout) -> list[Difference]:
                 ),
                 (mine.name, "CP", mine.cp, theirs.cp),
                 (mine.name, "CP messages", mine.cp_comm_type, theirs.cp_comm_type),
+                (mine.name, "EP", mine.ep, theirs.ep),
                 (mine.name, "DP", mine.dp, theirs.dp),
                 (mine.name, "PP", mine.pp, theirs.pp),
                 (mine.name, "layers per stage", mine.layers_per_stage, theirs.layers_per_stage),

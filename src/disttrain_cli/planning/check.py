@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from disttrain_cli.calls import call
+from disttrain_cli.costs import experts
 from disttrain_cli.costs.context import fits_nodes, misfit
 from disttrain_cli.costs.freezing import owners
 from disttrain_cli.costs.replicated import undealt
@@ -160,6 +161,20 @@ def refuse_not_run(plan: Plan, run: RunFile, profile: Profile) -> None:
         )
 
 
+def refuse_experts(plan: Plan, what: str) -> None:
+    """Reject a plan with expert parallelism for a purpose that does not know of it.
+
+    Raises:
+        SpecError: `what` (a noun) and the units are named.
+    """
+    if units := [unit for unit in plan.plan.units if unit.ep > 1]:
+        raise SpecError(
+            f"{what} does not support units with EP above 1",
+            ", ".join(f"{unit.name} has EP {unit.ep}" for unit in units),
+            "Set ep: 1 in a copy of the plan for it, or train with the plan as it is.",
+        )
+
+
 def _check_choices(plan: Plan, run: RunFile) -> None:
     """Check settings fixed by the run file: trained modules, ZeRO stage, recomputation."""
     layout, train = plan.plan, run.train
@@ -282,6 +297,8 @@ def _check_ranks(plan: Plan, run: RunFile, profile: Profile) -> None:
             )
         if (why := misfit(profile, unit.modules, unit.shape)) is not None:
             raise SpecError(f"Unit {unit.name} cannot have CP {unit.cp}", why, EDIT)
+        if (why := experts.misfit(profile, unit.modules, unit.shape)) is not None:
+            raise SpecError(f"Unit {unit.name} cannot have EP {unit.ep}", why, EDIT)
     for stage in stage_graph(layout, profile.inputs.llm).stages:
         if stage.ranks[0] % min(stage.unit.tp_cp_size, run.cluster.gpus_per_node):
             sizes = ", ".join(f"{unit.name} {_product(unit)}" for unit in layout.units)

@@ -34,6 +34,7 @@ def layout_with(
                 tp=shape.tp,
                 cp=shape.cp,
                 cp_comm_type=shape.cp_comm_type,
+                ep=shape.ep,
                 dp=shape.dp,
                 pp=shape.pp,
                 gpus=shape.gpus,

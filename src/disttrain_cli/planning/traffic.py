@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+
+from disttrain_cli.costs import experts
 from disttrain_cli.costs.context import exchanged_bytes, messages_s, ranks_per_node, rows
 from disttrain_cli.costs.freezing import Backward
 from disttrain_cli.costs.layout import (
@@ -14,9 +17,9 @@ from disttrain_cli.costs.layout import (
     in_one_node,
     partial_bytes,
     reduction_of,
-    replicas_link,
+    weight_rings,
 )
-from disttrain_cli.costs.links import GIGABIT_BYTES, ring_bytes
+from disttrain_cli.costs.links import GIGABIT_BYTES, exchange_s, ring_bytes
 from disttrain_cli.costs.memory import GIB, WEIGHT_BYTES
 from disttrain_cli.costs.preparing import item_s
 from disttrain_cli.costs.replicated import dealt_bytes
@@ -37,6 +40,7 @@ def traffic_of(
             *_over_replicas(profile, layout, of_unit, gpus_per_node),
             *_tensor_parallel(profile, layout, of_unit),
             *_context_parallel(profile, layout, of_unit),
+            *_expert_parallel(profile, layout, of_unit, gpus_per_node),
         ]
     return [row for row in rows if row.job_gib > 0]
 
@@ -74,37 +78,38 @@ def _over_replicas(
 ) -> list[Traffic]:
     """Return the reduction of gradients and, under ZeRO-1, gathering of weights for a unit.
 
-    They run over the ranks of each stage that hold the same parameters.
+    They run over the ranks of each stage that hold the same parameters, or the same experts.
     """
-    unit = of_unit[0].unit
-    total = sum(stage.trained for stage in of_unit)
     fullest = max(of_unit, key=lambda stage: stage.trained)
-    most, inside = fullest.trained, in_one_node(ends_of(fullest), gpus_per_node)
-    link = replicas_link(profile, fullest, gpus_per_node)
-    reduction = reduction_of(layout)
-    kinds = [
-        (
-            "gradients",
-            ring_bytes(reduction, GRADIENT_BYTES, unit.dp_cp_size),
-            getattr(link, f"{reduction}_gbps"),
-        )
-    ]
+    rings = weight_rings(profile, fullest, gpus_per_node)
+    kinds = [("gradients", reduction_of(layout), GRADIENT_BYTES)]
     if layout.zero_stage == 1:
-        weight_bytes = ring_bytes("all_gather", WEIGHT_BYTES[profile.precision], unit.dp_cp_size)
-        kinds.append(("weights", weight_bytes, link.all_gather_gbps))
-    return [
-        Traffic.model_validate(
-            {
-                "kind": kind,
-                "unit": unit.name,
-                "inside_a_node": inside,
-                "job_gib": size * total * len(of_unit[0].ranks) / GIB,
-                "rank_gib": size * most / GIB,
-                "rank_s": size * most / (gbps * GIGABIT_BYTES),
-            }
-        )
-        for kind, size, gbps in kinds
-    ]
+        kinds.append(("weights", "all_gather", WEIGHT_BYTES[profile.precision]))
+    rows: list[Traffic] = []
+    for kind, operation, number_bytes in kinds:
+        sent = [  # bytes per number, gigabits per second, [stages] numbers
+            (
+                ring_bytes(operation, number_bytes, size),
+                getattr(link, f"{operation}_gbps"),
+                [count(stage) for stage in (fullest, *of_unit)],
+            )
+            for link, size, count in (
+                (rings.link, rings.size, lambda stage: stage.trained - stage.trained_experts),
+                (rings.experts_link, rings.experts_size, lambda stage: stage.trained_experts),
+            )
+        ]
+        row = {
+            "kind": kind,
+            "unit": fullest.unit.name,
+            "inside_a_node": in_one_node(ends_of(fullest), gpus_per_node),
+            "job_gib": sum(size * sum(each[1:]) for size, _, each in sent)
+            * len(fullest.ranks)
+            / GIB,
+            "rank_gib": sum(size * each[0] for size, _, each in sent) / GIB,
+            "rank_s": sum(size * each[0] / (gbps * GIGABIT_BYTES) for size, gbps, each in sent),
+        }
+        rows.append(Traffic.model_validate(row))
+    return rows
 
 
 def _tensor_parallel(profile: Profile, layout: Layout, of_unit: list[CostedStage]) -> list[Traffic]:
@@ -132,6 +137,41 @@ def _tensor_parallel(profile: Profile, layout: Layout, of_unit: list[CostedStage
             job_gib=unit.tp * sum(stages) / GIB,
             rank_gib=rank_bytes / GIB,
             rank_s=rank_bytes / (profile.links.all_reduce_gbps * GIGABIT_BYTES),
+        )
+    ]
+
+
+def _expert_parallel(
+    profile: Profile, layout: Layout, of_unit: list[CostedStage], gpus_per_node: int
+) -> list[Traffic]:
+    """Return the rows that a unit's EP groups exchange; their time is part of the layers' own."""
+    unit = of_unit[0].unit
+    if unit.ep == 1:
+        return []
+    sequences = layout.global_batch_size / unit.dp / unit.tp_cp_size
+    stages = [
+        sum(
+            sequences
+            * rows(profile, name, profile.modules[name].work_per_sequence)
+            * experts.exchanged_bytes(profile, profile.modules[name].costs[kind], unit.shape, does)
+            for name, kind, does in stage.held
+        )
+        for stage in of_unit
+    ]
+    fullest = of_unit[int(np.argmax(stages))]
+    exchanged = max(stages) * unit.ep / (unit.ep - 1)  # including a rank's own share
+    per_node = min(unit.ep, profile.links.gpus_per_node or unit.ep)
+    latency_s, all_s = (
+        exchange_s(profile.links, size, unit.ep, per_node) for size in (0.0, exchanged)
+    )
+    return [
+        Traffic(
+            kind="expert_parallel",
+            unit=unit.name,
+            inside_a_node=in_one_node(fullest.ep_groups()[0], gpus_per_node),
+            job_gib=len(fullest.ranks) * sum(stages) / GIB,
+            rank_gib=max(stages) / GIB,
+            rank_s=all_s - latency_s,
         )
     ]
 

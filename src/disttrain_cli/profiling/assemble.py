@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from disttrain_cli.costs.links import COLLECTIVES, ring_bytes
+from disttrain_cli.models.experts import expert_weights
 from disttrain_cli.models.flops import LayerFlops
 from disttrain_cli.models.graph import LayerInfo
 from disttrain_cli.models.layer import PipelineLayer
@@ -17,6 +18,7 @@ from disttrain_cli.profiling.footprints import Messages, Running
 from disttrain_cli.profiling.rows import batch_bytes, cut_bytes, gathered_bytes, input_bytes
 from disttrain_cli.spec.inputs import ModelInputs
 from disttrain_cli.spec.profile import (
+    Experts,
     Heads,
     HidingPass,
     LayerCost,
@@ -56,6 +58,7 @@ class Part:
     running: dict[int, Running]  # by TP size
     hidden: dict[int, Hidden]  # by TP size at which its messages may overlap with GEMMs
     heads: Heads | None
+    experts: Experts | None
     fused_heads: bool
     frozen_projection: bool
 
@@ -97,11 +100,24 @@ def known_parts(
             {tp: kinds[kind] for tp, kinds in running.items()},
             {tp: kinds[kind] for tp, kinds in hidden.items() if kind in kinds},
             None if (heads := shards[1][kind].exchanged) is None else Heads(*heads),
+            _experts(shards[1][kind]),
             shards[1][kind].fused_heads,
             frozen_projection(shards[1][kind]),
         )
         for kind in shards[1]
     }
+
+
+def _experts(layer: PipelineLayer) -> Experts | None:
+    """Return the experts of a layer that an EP group may divide, if it has any."""
+    if layer.experts is None:
+        return None
+    weights = dict(expert_weights(layer))
+    return Experts(
+        *layer.experts,
+        sum(weight.numel() for weight in weights.values()),
+        sum(weight.numel() for path, weight in weights.items() if layer.trains(path)),
+    )
 
 
 def _trained_parameters(layer: PipelineLayer) -> int | None:
@@ -175,6 +191,7 @@ def module_profile(
             backward_input_flops=counts.flops.backward_input,
             weight_flops=counts.flops.weights,
             heads=counts.heads,
+            experts=counts.experts,
             fused_heads=counts.fused_heads,
             frozen_projection=counts.frozen_projection,
             gathered_bytes=gathered_bytes(

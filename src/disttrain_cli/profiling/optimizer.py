@@ -50,7 +50,8 @@ def optimizer_step(
     master_P = torch.nn.Parameter(torch.randn(count, device=device))
     gradients_P = torch.randn_like(master_P)
     adamw = torch.optim.AdamW(
-        [{"params": [master_P], "module": "", "copy": None, "tp_whole": False}], fused=True
+        [{"params": [master_P], "module": "", "copy": None, "tp_whole": False, "moe": False}],
+        fused=True,
     )
     if not whole:
         master_P.grad = gradients_P
@@ -59,7 +60,7 @@ def optimizer_step(
     partition = Partition([], weights_N, weights_N, master_P, gradients_P)
     splits = precision == "bf16"
     optimizer: Any = SimpleNamespace(optimizer=adamw) if splits else adamw
-    gathering = Gathering([partition], None)
+    gathering = Gathering([partition], [None])
 
     def step() -> None:
         master_P.grad = gradients_P

@@ -89,7 +89,12 @@ def _times_s(layout: Layout, stages: list[CostedStage], loads: dict[str, Floats]
             for part_s, part_ms in zip(times_s, cost.parts_ms, strict=True):
                 key = cost.module, part_ms.tobytes()
                 if key not in known:
-                    known[key] = replica_ms(part_ms, loads[cost.module], stage.unit.dp) / 1e3
+                    known[key] = (
+                        replica_ms(
+                            part_ms, loads[cost.module], stage.unit.dp, stage.unit.replicas_together
+                        )
+                        / 1e3
+                    )
                 part_s[:, number, : stage.unit.dp] += known[key]
     return times_s
 

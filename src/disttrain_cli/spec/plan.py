@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -46,6 +47,13 @@ class UnitPlan(Strict):
         description=(
             "Communication of attention in a CP group: a2a exchanges rows for heads, all_gather"
             " gathers keys and values for each rank's queries, with tokens balanced by work."
+        ),
+    )
+    ep: GpuCount = Field(
+        1,
+        description=(
+            "Expert-parallel size: ranks of a stage that hold different experts; it divides tp × cp"
+            " × dp. Experts themselves are not divided."
         ),
     )
     dp: GpuCount = 1
@@ -93,6 +101,11 @@ class UnitPlan(Strict):
             raise ValueError(
                 f"gpus must be tp{between} × dp × pp = {self.tp}{cp} × {self.dp} × {self.pp} = "
                 f"{self.tp_cp_size * self.dp * self.pp}; given: {self.gpus}"
+            )
+        if self.tp_cp_size * self.dp % self.ep:
+            raise ValueError(
+                f"ep must divide the ranks of a stage, tp × cp × dp = {self.tp} × {self.cp} ×"
+                f" {self.dp} = {self.tp_cp_size * self.dp}; given: {self.ep}"
             )
         if len(self.layers_per_stage) != self.pp:
             raise ValueError(
@@ -146,6 +159,7 @@ class UnitPlan(Strict):
         return ParallelShape(
             tp=self.tp,
             cp=self.cp,
+            ep=self.ep,
             dp=self.dp,
             pp=self.pp,
             recompute=self.checkpointing,
@@ -193,6 +207,16 @@ class UnitPlan(Strict):
         return self.cp * self.dp
 
     @property
+    def expert_replicas(self) -> int:
+        """Ranks that hold the same experts."""
+        return self.tp_cp_size * self.dp // self.ep
+
+    @property
+    def replicas_together(self) -> int:
+        """Neighbouring replicas that wait for each other in every layer with experts."""
+        return math.lcm(self.ep, self.tp_cp_size) // self.tp_cp_size
+
+    @property
     def cp_degree(self) -> str:
         """CP degree in words, with `cp_comm_type` if its groups gather keys and values."""
         return f"{self.cp} {self.cp_comm_type}" if self.gathers else str(self.cp)
@@ -205,9 +229,10 @@ class UnitPlan(Strict):
 
     @property
     def degrees(self) -> str:
-        """TP, DP and PP in words, and CP if it is not 1."""
+        """TP, DP and PP in words, and CP and EP if they are not 1."""
         cp = f"CP {self.cp_degree} " if self.cp > 1 else ""
-        return f"TP {self.tp_degree} {cp}DP {self.dp} PP {self.pp}"
+        ep = f"EP {self.ep} " if self.ep > 1 else ""
+        return f"TP {self.tp_degree} {cp}{ep}DP {self.dp} PP {self.pp}"
 
 
 class Layout(Strict):
@@ -388,11 +413,12 @@ class Traffic(Strict):
         "weights",
         "tensor_parallel",
         "context_parallel",
+        "expert_parallel",
     ] = Field(
         description=(
             "Kind: activations and their gradients between units or stages; gradient reduction and"
             " gathering of updated weights over replicas; reductions of a TP group; communication"
-            " of a CP group."
+            " of a CP group; rows exchanged by an EP group."
         )
     )
     unit: str

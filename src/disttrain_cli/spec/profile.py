@@ -185,6 +185,16 @@ class Heads(NamedTuple):
     width: int
 
 
+class Experts(NamedTuple):
+    """Experts of a layer, which ranks of an EP group may divide."""
+
+    total: int
+    chosen: int  # per token
+    width: int  # numbers of a row
+    parameters: int  # of all of them
+    trained: int  # of these, that are trained if the layer is
+
+
 class LayerCost(Strict):
     """Costs of one kind of layer of a module."""
 
@@ -206,6 +216,14 @@ class LayerCost(Strict):
         description=(
             "For an attention whose rows may be sharded over ranks (CP): number of query heads, of"
             " key and value heads, and their width."
+        ),
+    )
+    experts: Experts | None = Field(
+        None,
+        description=(
+            "For a mixture whose experts may be divided over ranks (EP): number of experts, of"
+            " those that a token chooses, width of a row, number of parameters of all experts, and"
+            " of those that are trained if the layer is."
         ),
     )
     fused_heads: bool = Field(

@@ -16,6 +16,7 @@ class ParallelShape:
 
     tp: int = 1
     cp: int = 1
+    ep: int = 1  # divides the ranks of a stage, tp × cp × dp
     dp: int = 1
     pp: int = 1
     recompute: bool = False
@@ -37,5 +38,5 @@ class ParallelShape:
 
     @property
     def of_replica(self) -> ParallelShape:
-        """Shape of one stage of one replica: without DP and PP."""
-        return replace(self, dp=1, pp=1)
+        """Shape of one stage of one replica: without EP, DP and PP."""
+        return replace(self, ep=1, dp=1, pp=1)

@@ -59,6 +59,10 @@ class Stage:
     def cp(self) -> int:
         return self.unit.cp
 
+    @property
+    def ep(self) -> int:
+        return self.unit.ep
+
     def rank(self, replica: int, tp_rank: int = 0, cp_rank: int = 0) -> int:
         """Return the rank at these coordinates."""
         return self.ranks[(replica * self.cp + cp_rank) * self.tp + tp_rank]
@@ -78,6 +82,14 @@ class Stage:
             for group in self.replica_groups()
             for tp_rank in range(self.tp)
         ]
+
+    def ep_groups(self) -> list[list[int]]:
+        """Return the groups of ranks that hold all experts together: consecutive ranks."""
+        return _grouped(self.ranks, self.ep)
+
+    def expert_group(self, ep_rank: int) -> list[int]:
+        """Return the ranks that hold the same experts."""
+        return list(self.ranks[ep_rank :: self.ep])
 
     def dp_group(self, tp_rank: int) -> list[int]:
         """Return the ranks that hold equal weights, by replica, then CP rank."""
@@ -106,6 +118,16 @@ class RankCoords:
     def holder(self) -> int:
         """Index among the ranks that hold the same weights (`Stage.dp_group`)."""
         return self.replica * self.unit.cp + self.cp_rank
+
+    @property
+    def expert_holder(self) -> int:
+        """Index among the ranks that hold the same experts (`Stage.expert_group`)."""
+        return self.stage.ranks.index(self.rank) // self.unit.ep
+
+    @property
+    def ep_rank(self) -> int:
+        """Index among the ranks that hold all experts together."""
+        return self.stage.ranks.index(self.rank) % self.unit.ep
 
     @property
     def part(self) -> int:

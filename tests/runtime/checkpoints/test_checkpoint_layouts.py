@@ -32,8 +32,26 @@ pytestmark = pytest.mark.slow
 ENCODER, LLM, GENERATOR = "image_encoder", "llm", "image_generator"
 ALL = [ENCODER, LLM, GENERATOR]
 DECAY = 0.8
+#: A mixture of experts in place of the LLM.
+EXPERTS: dict[str, Any] = {
+    "architecture": "mixtral",
+    "config": {
+        "hidden_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "intermediate_size": 32,
+        "vocab_size": 272,
+        "num_local_experts": 4,
+    },
+}
 #: Runs that reduce and gather beside computing.
-OVERLAPPING = ("zero tp2dp2", "again pp2dp2", "bf16 same", "unfrozen", "frozen other")
+OVERLAPPING = (
+    "experts",
+    "experts tp2dp2ep2",
+    "bf16 experts tp2dp2ep4",
+    *("zero tp2dp2", "again pp2dp2", "bf16 same", "unfrozen", "frozen other"),
+)
 #: Runs that start from the weights of others, without a step: run, layout, and where the weights
 #: are.
 STARTS = {
@@ -50,13 +68,23 @@ def shared(one: UnitPlan) -> UnitPlan:
     return one.model_copy(update={"cp": 2, "gpus": 2 * one.gpus})
 
 
+def experts_over(ep: int, one: UnitPlan) -> UnitPlan:
+    """The unit, its experts divided over so many ranks."""
+    return one.model_copy(update={"ep": ep})
+
+
 def dealt(one: UnitPlan) -> UnitPlan:
     """The unit, encoder and generator whole on every rank."""
     return one.model_copy(update={"module_tp": {ENCODER: 1, GENERATOR: 1}})
 
 
 def _run(
-    folder: Path, data: Path, name: str, trained: list[str] | None = None, **train: Any
+    folder: Path,
+    data: Path,
+    name: str,
+    trained: list[str] | None = None,
+    llm: dict[str, Any] | None = None,
+    **train: Any,
 ) -> Run:
     run = write_run(
         folder / name,
@@ -67,9 +95,10 @@ def _run(
         ema={"decay": DECAY, "modules": [GENERATOR, LLM]},
         evaluation={"every_steps": 1, "sequences": SEQUENCES},
     )
-    if trained is not None:
+    if trained is not None or llm is not None:
         content = yaml.safe_load(run.path.read_text())
         content["model"]["trained"] = trained
+        content["model"]["modules"][LLM] |= llm or {}
         run.path.write_text(yaml.safe_dump(content))
         run = read_run(run.path)
     build_index(run, describe(run), silent)
@@ -81,13 +110,15 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Four ranks train in one layout, go on in it, and in others from its checkpoint."""
     folder = tmp_path_factory.mktemp("checkpoints")
     write_sample_data(folder / "data")
-    plain, zero, bf16, frozen = (
+    plain, zero, bf16, frozen, experts, bf16_experts = (
         _run(folder, folder / "data", name, **train)
         for name, train in {
             "plain": {},
             "zero": {"zero_stage": 1},
             "bf16": {"zero_stage": 1, "precision": "bf16"},
             "frozen": {"trained": [LLM, "projectors"], "zero_stage": 1},
+            "experts": {"llm": EXPERTS, "zero_stage": 1},
+            "bf16-experts": {"llm": EXPERTS, "zero_stage": 1, "precision": "bf16"},
         }.items()
     )
     modules = [info.module for info in layer_table(plain)]
@@ -112,6 +143,8 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ],
         "tp2dp2": [unit("all", ALL, [e + m + g], 2, 2)],
         "dealt tp2dp2": [dealt(unit("all", ALL, [e + m + g], 2, 2))],
+        "tp2dp2ep4": [experts_over(4, unit("all", ALL, [e + m + g], 2, 2))],
+        "tp2dp2ep2": [experts_over(2, unit("all", ALL, [e + m + g], 2, 2))],
         "cp2-1-1": [
             shared(unit("enc", [ENCODER], [e])),
             unit("llm", [LLM], [m]),
@@ -134,7 +167,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
         start: str = "",
     ) -> None:
         size = 1 if layout == "dp4" else 3
-        plan = plan_of(run, layouts[layout], 1 if layout == "dp4" else size, name in OVERLAPPING)
+        plan = plan_of(run, layouts[layout], size, name in OVERLAPPING)
         cases.append(
             {
                 "name": name,
@@ -176,6 +209,11 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     case("unfrozen", zero, "tp2dp2", 4, "frozen/checkpoints/step-000002", save=(3,))
     case("unfrozen on", zero, "tp2dp2", 4, "unfrozen/checkpoints/step-000003")
     case("unfrozen other", plain, "1-pp2-1", 4, "frozen/checkpoints/step-000002")
+    for precision, run in (("", experts), ("bf16 ", bf16_experts)):
+        case(f"{precision}experts", run, "tp2dp2ep2", 4, save=(2,))
+        from_2 = f"{precision}experts/checkpoints/step-000002"
+        for layout in ("1-2-1", "tp2dp2ep2", "tp2dp2ep4") if not precision else ("tp2dp2ep4",):
+            case(f"{precision}experts {layout}", run, layout, 4, from_2, save=(4,))
     exported = _run(folder, folder / "data", "exported", seed=5)
     trained(exported)
     export(exported, folder / "out" / "export")
@@ -237,6 +275,28 @@ def test_another_layout_goes_on_with_equal_losses(out: Path, name: str) -> None:
 )
 def test_what_another_layout_went_on_to_is_opened_by_others(out: Path, name: str) -> None:
     assert torch.allclose(history_of(out, name), history_of(out, "whole")[3:], rtol=1e-5, atol=1e-5)
+
+
+def test_experts_go_on_at_any_degree_of_parallelism(out: Path) -> None:
+    whole = history_of(out, "experts")
+    assert torch.equal(history_of(out, "experts tp2dp2ep2"), whole[2:])
+    for layout in ("1-2-1", "tp2dp2ep4"):
+        own = history_of(out, f"experts {layout}")
+        assert torch.allclose(own, whole[2:], rtol=1e-5, atol=1e-5)
+    own, other = (
+        checkpoint.read_tensors(
+            out / f"experts {layout}" / "checkpoints" / "step-000004",
+            groups=("weight", "exp_avg", "exp_avg_sq", "ema"),
+        )
+        for layout in ("1-2-1", "tp2dp2ep4")
+    )
+    assert own.keys() == other.keys()
+    for key, values in other.items():
+        assert torch.allclose(own[key], values, rtol=1e-5, atol=1e-5), key
+    assert any(key.endswith("experts.gate_up_proj") for key in own)
+    bf16 = history_of(out, "bf16 experts")
+    assert torch.allclose(bf16, whole, rtol=0.05)
+    assert torch.allclose(history_of(out, "bf16 experts tp2dp2ep4"), bf16[2:], rtol=0.03)
 
 
 def test_another_layout_of_bf16_goes_on_alike(out: Path) -> None:

@@ -82,7 +82,7 @@ def backward(*weights: nn.Parameter) -> None:
 
 def test_a_group_begins_when_it_and_all_after_it_are_complete(world: World) -> None:
     (a, b), (c,), (d, e) = groups = groups_of([[1, 2], [10], [100, 200]])
-    one = Reduction(groups, [], REPLICAS, overlaps=True)
+    one = Reduction(groups, [], [REPLICAS] * len(groups), overlaps=True)
     for step in range(2):
         backward(a, b, c, d, e)  # of an earlier slot
         assert world.begun == ["300", "10", "3"] * step
@@ -103,7 +103,7 @@ def test_a_group_begins_when_it_and_all_after_it_are_complete(world: World) -> N
 
 def test_weights_of_which_no_gradient_is_put_aside_are_complete(world: World) -> None:
     (a,), (b,), (c,) = groups = groups_of([[1], [2], [3]])
-    one = Reduction(groups, [], REPLICAS, overlaps=True)
+    one = Reduction(groups, [], [REPLICAS] * len(groups), overlaps=True)
     one.expect([b, b])
     assert world.begun == ["3"]
     backward(b)
@@ -118,7 +118,7 @@ def test_weights_of_which_no_gradient_is_put_aside_are_complete(world: World) ->
 
 def test_without_overlap_all_begin_at_the_end(world: World) -> None:
     groups = groups_of([[1], [2]])
-    one = Reduction(groups, [], REPLICAS)
+    one = Reduction(groups, [], [REPLICAS] * len(groups))
     one.expect()
     backward(*groups[1], *groups[0])
     assert world.begun == []
@@ -128,7 +128,7 @@ def test_without_overlap_all_begin_at_the_end(world: World) -> None:
 
 def test_a_replica_alone_sends_nothing_and_completes_its_gradients(world: World) -> None:
     groups = groups_of([[1], [2]])
-    one = Reduction(groups, [], None, overlaps=True)
+    one = Reduction(groups, [], [None] * len(groups), overlaps=True)
     one.expect()
     backward(*groups[0])
     one.finish()
@@ -139,7 +139,7 @@ def test_a_replica_alone_sends_nothing_and_completes_its_gradients(world: World)
 def test_a_partition_gets_its_part_of_the_sum(world: World) -> None:
     (a, b), (c,) = groups = groups_of([[2, 3], [4]])
     parts = [split(group) for group in groups]
-    one = Reduction(groups, parts, REPLICAS, overlaps=True)
+    one = Reduction(groups, parts, [REPLICAS] * len(groups), overlaps=True)
     one.expect()
     backward(b, c)
     one.finish()
@@ -168,7 +168,7 @@ def test_all_replicas_begin_in_one_order(data: st.DataObject) -> None:
         weights = [weight for group in groups for weight in group]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(reduction.dist, "all_reduce", world.all_reduce)
-            one = Reduction(groups, [], REPLICAS, overlaps=True)
+            one = Reduction(groups, [], [REPLICAS] * len(groups), overlaps=True)
             several = data.draw(st.booleans())
             made = data.draw(
                 st.lists(st.sampled_from(range(len(weights))), unique=not several, max_size=9)
@@ -203,7 +203,7 @@ def gathering(world: World, ahead: bool) -> tuple[Gathering, list[Layer], list[P
     for part in parts:
         part.weights[0].data = part.flat_N
     layers = [Layer(weight) for (weight,) in groups]
-    return Gathering(parts, REPLICAS, layers if ahead else ()), layers, parts
+    return Gathering(parts, [REPLICAS] * len(parts), layers if ahead else ()), layers, parts
 
 
 def step(one: Gathering, parts: Sequence[Partition], value: float) -> None:

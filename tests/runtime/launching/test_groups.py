@@ -33,6 +33,7 @@ def grid() -> Iterator[Any]:
         groups={"world": dist.group.WORLD, "replicas of llm stage 0, TP rank 0": dist.new_group()},
         exchanges={},
         cp=None,
+        ep=None,
     )
     dist.destroy_process_group()
 

@@ -172,6 +172,10 @@ def _unit(generator: random.Random, modules: list[str], layers: list[str]) -> Un
         generator.choice([1, 1, 2, 4, 8]),
     )
     later = random.Random(repr(made))
+    if LLM in modules:
+        ranks = made.tp * made.dp
+        degrees = [ep for ep in range(1, ranks + 1) if ranks % ep == 0]
+        made = made.model_copy(update={"ep": later.choice(degrees)})
     if later.random() < 0.5:
         return made
     changes = {

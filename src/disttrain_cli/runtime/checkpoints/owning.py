@@ -2,7 +2,8 @@
 
 Every value of the model is written by exactly one rank: parameters that ZeRO partitions by the
 owner of the partition, others (no ZeRO, frozen) in equal shares by the replicas of their stage.
-Tensor-parallel ranks that replicate a parameter share it in the same way. Of the two copies of a
+Tensor-parallel ranks that replicate a parameter share it in the same way, and so do ranks with the
+same experts. Of the two copies of a
 tied weight one is written, and both are read from it. So all ranks write at once, nothing is
 gathered, and nothing is written twice.
 """
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from disttrain_cli.models.division import shard_of, whole_shape
+from disttrain_cli.models.division import of_experts, shard_of, whole_shape
 from disttrain_cli.models.layer import PipelineLayer
 from disttrain_cli.models.tying import copy_of, stored_name
 from disttrain_cli.runtime.checkpoints.boxes import Pieces, flat_boxes, spread
@@ -71,14 +72,18 @@ def parts_of(engine: UnitEngine) -> list[Part]:
         for name, p in named_parameters(engine.module.layers)
         if p.numel() and copy_of(p) != "second"
     ]
-    tp, tp_rank, holders = coords.unit.tp, coords.tp_rank, coords.unit.dp_cp_size
+    replicas, over_tp = (coords.unit.dp_cp_size, coords.holder), (coords.unit.tp, coords.tp_rank)
+    experts = coords.unit.expert_replicas, coords.expert_holder
+    kinds: dict[tuple[bool, bool], list[tuple[str, nn.Parameter]]] = {}
+    for name, p in named:
+        kinds.setdefault((shard_of(p) is not None, of_experts(p)), []).append((name, p))
     parts = []
-    for sharded in (True, False):
-        alike = [(name, p) for name, p in named if (shard_of(p) is not None) == sharded]
-        copies, copy = (1, 0) if sharded else (tp, tp_rank)  # over the tensor-parallel ranks
+    for (sharded, expert), alike in kinds.items():
+        holders, holder = experts if expert else replicas
+        copies, copy = (1, 0) if sharded else over_tp  # over the tensor-parallel ranks
         plain = [(name, p) for name, p in alike if not _partitioned(p)]
         ranges = [(*one, 0, one[1].numel()) for one in plain]
-        parts += shares(ranges, holders * copies, coords.holder * copies + copy)
+        parts += shares(ranges, holders * copies, holder * copies + copy)
         fragments = [(name, p, *_fragment(p)) for name, p in alike if _partitioned(p)]
         parts += shares(fragments, copies, copy)
     return [Part(name, modules[id(p)], p, start, stop) for name, p, start, stop in parts]

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from disttrain_cli.models.adapters import load_adapters
+from disttrain_cli.models.experts import join_experts
 from disttrain_cli.models.graph import LayerInfo, build_layers, layer_table, live_tensors
 from disttrain_cli.models.layer import PipelineLayer, TensorSpec
 from disttrain_cli.models.replicated import replicate
@@ -83,6 +84,8 @@ def _build_engine(
         device=device,
         tp=stage.tp,
         tp_rank=coords.tp_rank,
+        ep=stage.ep,
+        ep_rank=coords.ep_rank,
         module_tp=coords.unit.module_tp,
     )
     tie(layers, table)
@@ -91,15 +94,16 @@ def _build_engine(
     own = [layer for layer in layers if layer.name not in given]
     for note in load_into(own, run) + load_adapters(own, run):
         print(note, flush=True)
-    tp, cp = (
+    tp, cp, ep = (
         group and replace(group, exchanging=tracer.exchanging)
-        for group in (agreed(grid.tp, device), grid.cp)
+        for group in (agreed(grid.tp, device), grid.cp, grid.ep)
     )
     for layer in layers:
         if layer.module in coords.unit.module_tp:
             replicate(layer)
         else:
             join(layer, tp, cp)
+        join_experts(layer, ep)
     flow = gradient_flow(table, run.file.model.trained)
     flow.mark(layers, stage.layers.start)
     deferring = stage.weight_delay is not None

@@ -18,8 +18,10 @@ import torch
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.module import PipelineModule
+from deepspeed.utils import groups as deepspeed_groups
 from torch import nn
 
+from disttrain_cli.models.division import of_experts
 from disttrain_cli.models.layer import PipelineLayer
 from disttrain_cli.runtime.engine.optimizer import groups_of
 from disttrain_cli.runtime.engine.partitions import (
@@ -32,6 +34,9 @@ from disttrain_cli.runtime.engine.partitions import (
 from disttrain_cli.runtime.engine.reduction import Reduction
 from disttrain_cli.runtime.units.grid import UnitGrid
 from disttrain_cli.spec.stage_graph import RankCoords
+
+#: DeepSpeed's name of the group of ranks with the same experts.
+_EXPERTS = "experts"
 
 
 class StageModule(PipelineModule):
@@ -55,6 +60,19 @@ class StageModule(PipelineModule):
         return self._grid
 
 
+def _register_experts(module: StageModule, parameters: Sequence[dict[str, Any]]) -> None:
+    """Make DeepSpeed partition and broadcast experts over the ranks that hold the same (trap 38).
+
+    Args:
+        parameters: the optimizer's groups.
+    """
+    names = {_EXPERTS, *(group["name"] for group in parameters if group["moe"])}
+    ranks = module.mpu().expert_replicas.ranks
+    deepspeed_groups._EXPERT_DATA_PARALLEL_GROUP = dict.fromkeys(names, ranks)
+    for parameter in filter(of_experts, module.parameters()):
+        parameter.allreduce, parameter.group_name = False, _EXPERTS
+
+
 class StageEngine(PipelineEngine):
     """One rank's weights under DeepSpeed: reduction of their gradients, optimizer, and gathering.
 
@@ -73,15 +91,15 @@ class StageEngine(PipelineEngine):
         overlap: bool = False,
     ) -> None:
         device = next((weight.device for weight in module.parameters()), torch.device("cpu"))
-        grid = module.mpu()
+        grid, parameters = module.mpu(), optimizer.param_groups if optimizer is not None else []
+        self._moe = any(group["moe"] for group in parameters)
+        _register_experts(module, parameters)
+        replicas = [grid.expert_replicas if group["moe"] else grid.replicas for group in parameters]
         # DeepSpeed copies the fp32 masters from weights that it has rounded to bf16 (trap 37)
         values = [
-            own_values(
-                group["params"],
-                grid.get_data_parallel_world_size(),
-                grid.get_data_parallel_rank(),
-            )
-            for group in (optimizer.param_groups if optimizer and "bf16" in config else ())
+            own_values(group["params"], of_group.size, of_group.rank)
+            for group, of_group in zip(parameters, replicas, strict=True)
+            if "bf16" in config
         ]
         super().__init__(
             # not LOCAL_RANK: a rank may see only its device, or share one (trap 36)
@@ -93,13 +111,11 @@ class StageEngine(PipelineEngine):
             config_class=DeepSpeedConfig(config, grid),
         )
         self._starting = False
-        replicas = (
-            grid.get_data_parallel_group() if grid.get_data_parallel_world_size() > 1 else None
-        )
-        partitions = partitions_of(self.optimizer, grid.get_data_parallel_rank())
+        partitions = partitions_of(self.optimizer, [of_group.rank for of_group in replicas])
+        joined = [of_group.ranks if of_group.size > 1 else None for of_group in replicas]
         for one, values_P in zip(partitions, values, strict=bool(values)):
             one.master_P.data.copy_(values_P)
-        self.gathering = Gathering(partitions, replicas, module.layers if overlap else ())
+        self.gathering = Gathering(partitions, joined, module.layers if overlap else ())
         if partitions:  # trap 8 forbids a subclass
             self.optimizer.step = partial(step_by_group, self.optimizer, partitions, self.gathering)
         if self.using_bf16_optimizer:
@@ -107,7 +123,11 @@ class StageEngine(PipelineEngine):
         weights = [one.weights for one in partitions] or [
             group["params"] for group in groups_of(self.optimizer)
         ]
-        self.reduction = Reduction(weights, partitions, replicas, overlap)
+        self.reduction = Reduction(weights, partitions, joined, overlap)
+
+    def _configure_distributed_model(self, model: nn.Module) -> None:
+        self.has_moe_layers = self._moe  # otherwise only with modules of DeepSpeed's (trap 38)
+        super()._configure_distributed_model(model)
 
     def is_first_stage(self) -> bool:
         """Return True during construction: DeepSpeed's ping-pong test assumes equal DP (trap 3)."""

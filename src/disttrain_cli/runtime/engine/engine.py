@@ -23,6 +23,7 @@ from torch import Tensor
 from disttrain_cli.costs.overlap import last_slots
 from disttrain_cli.data.ordering.levelling import dealt
 from disttrain_cli.data.slots import ReplicaItems, Slot, StepOrder
+from disttrain_cli.models.division import of_experts
 from disttrain_cli.models.host import read, to_device
 from disttrain_cli.models.layer import Batch
 from disttrain_cli.models.parallel import sum_over
@@ -300,10 +301,13 @@ class UnitEngine:
         self._reduce_gradients()
         self._sum_tied_gradients()
         self._sum_partial_gradients()
+        unit = self.coords.unit
         reduced = sum(
-            p.numel() * p.element_size() for p in self.module.parameters() if p.requires_grad
+            p.numel() * p.element_size()
+            for p in self.module.parameters()
+            if p.requires_grad and (unit.expert_replicas if of_experts(p) else unit.dp_cp_size) > 1
         )
-        self.tracer.record("reduce", start, bytes=reduced if self.coords.unit.dp_cp_size > 1 else 0)
+        self.tracer.record("reduce", start, bytes=reduced)
 
     def _step(self, slot: int) -> None:
         start = self.tracer.mark()
@@ -333,15 +337,20 @@ class UnitEngine:
     def _reduce_gradients(self) -> None:
         """Finish the reduction over the ranks with the same weights.
 
-        These are the replicas and the CP groups in them. Starts the reductions that are not running
-        yet, and waits for all.
+        These are the replicas and the CP groups in them; of experts, those with the same ones.
+        Starts the reductions that are not running yet, and waits for all.
         """
         self.stage.reduction.finish()
 
     def _update(self) -> None:
         """Compute the world's gradient norm, clip and step; skip the update if it is not finite."""
         unit = self.coords.unit
-        gradients = reduced_gradients(self.optimizer, dp=unit.dp_cp_size, tp=unit.tp)
+        gradients = reduced_gradients(
+            self.optimizer,
+            dp=unit.dp_cp_size,
+            tp=unit.tp,
+            expert_replicas=unit.expert_replicas,
+        )
         squared, *losses = self._sums_and_largest(sum_of_squares(gradients, self.device))
         self._norm = math.sqrt(squared) if squared >= 0 else math.nan
         self.step_losses = dict(zip(self.loss_modules, losses, strict=True))

@@ -2,7 +2,8 @@
 
 Weights are grouped so that every flat partition of ZeRO lies in one bucket of layers
 (`costs.buckets`) and is of one kind: one module (or the projectors), decaying or not, sharded over
-the TP group or replicated on its ranks, with full or partial gradients there. A tied weight whose
+the TP group or replicated on its ranks, with full or partial gradients there, or some experts of an
+EP group. A tied weight whose
 other copy is on another stage is a group by itself, so that both are partitioned alike. Weight
 decay applies to matrices, kernels and embeddings (Loshchilov and Hutter 2019, arXiv 1711.05101,
 decoupled from the gradient); not to biases, norms and other single vectors, such as a class token.
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from disttrain_cli.costs.buckets import buckets
-from disttrain_cli.models.division import shard_of, whole_shape
+from disttrain_cli.models.division import of_experts, shard_of, whole_shape
 from disttrain_cli.models.layer import PipelineLayer
 from disttrain_cli.models.tying import copy_of
 from disttrain_cli.runtime.engine.schedule import learning_rate
@@ -37,7 +38,8 @@ def parameter_groups(
     A weight that layers share (`models.tying`) belongs to the first of them. In addition to the
     keys that AdamW reads, a group has its "name", the "module" whose learning rate it follows,
     "initial_lr", "tp_whole" (True if every rank of a TP group holds all of these weights),
-    "tp_partial" (True if each has only a part of their gradients' sum), and "copy" (`copy_of`).
+    "tp_partial" (True if each has only a part of their gradients' sum), "copy" (`copy_of`), and
+    "moe" (True if they are experts that an EP group divides; DeepSpeed's key).
     """
     groups: dict[str, dict[str, Any]] = {}
     trained, known = list[list[tuple[str, nn.Parameter]]](), set[nn.Parameter]()
@@ -55,6 +57,7 @@ def parameter_groups(
             kind = f"{'decay' if decay else 'plain'}{'' if whole else '/divided'}"
             copy = copy_of(parameter)
             also = f"{'/partial' if partial else ''}{'/tied' if copy else ''}"
+            also += "/experts" if (experts := of_experts(parameter)) else ""
             name = f"{module}/{kind}{also}/{number}"
             group = groups.setdefault(
                 name,
@@ -65,6 +68,7 @@ def parameter_groups(
                     "tp_whole": whole,
                     "tp_partial": partial,
                     "copy": copy,
+                    "moe": experts,
                     "lr": spec.lr,
                     "initial_lr": spec.lr,
                     "weight_decay": spec.weight_decay if decay else 0.0,
@@ -92,19 +96,22 @@ def set_lrs(optimizer: Any, spec: TrainSpec, step: int) -> None:
         group["lr"] = learning_rate(spec, group["module"], step)
 
 
-def reduced_gradients(optimizer: Any, *, dp: int, tp: int) -> list[tuple[str, list[Tensor], float]]:
+def reduced_gradients(
+    optimizer: Any, *, dp: int, tp: int, expert_replicas: int = 1
+) -> list[tuple[str, list[Tensor], float]]:
     """Return per group (module, this rank's reduced gradients, weight in the sum of squares).
 
     Summed over all ranks with these weights, every gradient of the model counts once: replicas hold
     equal ones where ZeRO does not partition them (deepspeed traps 5 and 6), TP ranks hold equal
     ones of replicated weights, and two stages those of a tied weight's copies.
     """
-    alike = 1.0 if splits(optimizer) else 1.0 / dp
+    divided = splits(optimizer)
 
     def weight(group: dict[str, Any]) -> float:
         if group["copy"] == "second":
             return 0.0
-        return alike / tp if group["tp_whole"] else alike
+        alike = 1 if divided else expert_replicas if group["moe"] else dp
+        return 1.0 / (alike * tp if group["tp_whole"] else alike)
 
     return [(group["module"], _gradients(group), weight(group)) for group in groups_of(optimizer)]
 

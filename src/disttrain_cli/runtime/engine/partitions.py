@@ -44,8 +44,12 @@ class Partition:
         )
 
 
-def partitions_of(optimizer: Any, replica: int) -> list[Partition]:
-    """Return the partitions of one of DeepSpeed's optimizers, by group; none for torch's."""
+def partitions_of(optimizer: Any, replicas: Sequence[int]) -> list[Partition]:
+    """Return the partitions of one of DeepSpeed's optimizers, by group; none for torch's.
+
+    Args:
+        replicas: by group, this rank's index among those with the same weights.
+    """
     if optimizer is None or not splits(optimizer):
         return []
     if hasattr(optimizer, "fp32_groups_gradients_flat"):
@@ -65,7 +69,7 @@ def partitions_of(optimizer: Any, replica: int) -> list[Partition]:
             [None] * len(optimizer.bit16_groups),
         )
     return [
-        Partition(weights[i], flat[i], parts[i][replica], masters[i], sums[i])
+        Partition(weights[i], flat[i], parts[i][replicas[i]], masters[i], sums[i])
         for i in range(len(weights))
     ]
 
@@ -138,14 +142,14 @@ class Gathering:
     """All-gather of updated weights over the replicas, group by group.
 
     Args:
-        replicas: None where there is one.
+        replicas: by group, the ranks with the same weights; None where there is one.
         ahead: layers that wait for their weights when they are called; none: `end` waits.
     """
 
     def __init__(
         self,
         partitions: Sequence[Partition],
-        replicas: dist.ProcessGroup | None,
+        replicas: Sequence[dist.ProcessGroup | None],
         ahead: Iterable[nn.Module] = (),
     ) -> None:
         self._partitions, self._replicas = partitions, replicas
@@ -159,9 +163,9 @@ class Gathering:
 
     def begin(self, index: int) -> None:
         """Start gathering the weights of a group, whose local part has changed."""
-        if self._replicas is not None:
+        if (replicas := self._replicas[index]) is not None:
             one = self._partitions[index]
-            self._under_way[index] = all_gather(one.flat_N, one.own_P, self._replicas, begin=True)
+            self._under_way[index] = all_gather(one.flat_N, one.own_P, replicas, begin=True)
 
     def end(self) -> None:
         """Finish a step after its last group: wait for the weights, unless layers wait for them."""

@@ -30,7 +30,7 @@ class Reduction:
     Args:
         groups: trained weights, by parameter group.
         partitions: of the groups where ZeRO partitions them, else none.
-        replicas: None where there is one.
+        replicas: by group, the ranks with the same weights; None where there is one.
         overlaps: True to start groups during the last pass.
     """
 
@@ -38,11 +38,11 @@ class Reduction:
         self,
         groups: Sequence[Sequence[nn.Parameter]],
         partitions: Sequence[Partition],
-        replicas: dist.ProcessGroup | None,
+        replicas: Sequence[dist.ProcessGroup | None],
         overlaps: bool = False,
     ) -> None:
         self._groups, self._partitions, self._replicas = groups, partitions, replicas
-        self._overlaps = overlaps and replicas is not None
+        self._overlaps = overlaps and any(one is not None for one in replicas)
         self._left = len(groups)  # groups 0 … left - 1 have not started
         self._works: list[Any] = []
         self._group_of = {id(w): number for number, group in enumerate(groups) for w in group}
@@ -93,18 +93,18 @@ class Reduction:
     @torch.no_grad()
     def _begin_next(self) -> None:
         self._left -= 1
-        weights = self._groups[self._left]
+        weights, replicas = self._groups[self._left], self._replicas[self._left]
         if self._partitions:
             one = self._partitions[self._left]
             sums_N = _flat(weights, len(one.flat_N)) if one.sums_N is None else one.sums_N
             one.master_P.grad = own_P = one.own_of(sums_N)
-            if self._replicas is not None:
-                self._works.append(reduce_scatter(own_P, sums_N, self._replicas, begin=True))
-        elif self._replicas is not None:
+            if replicas is not None:
+                self._works.append(reduce_scatter(own_P, sums_N, replicas, begin=True))
+        elif replicas is not None:
             sums_N = _flat(weights, sum(weight.numel() for weight in weights))
             for weight, of_weight in views(weights, sums_N):
                 weight.grad = of_weight
-            self._works.append(dist.all_reduce(sums_N, group=self._replicas, async_op=True))
+            self._works.append(dist.all_reduce(sums_N, group=replicas, async_op=True))
         else:
             for weight in weights:
                 weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad

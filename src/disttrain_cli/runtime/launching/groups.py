@@ -4,7 +4,7 @@ NCCL creates a communicator when its group is first used: every member has to jo
 takes part, and there is no time limit. So the members first announce themselves through the store,
 and then use the group as training does, with a few bytes, because NCCL connects, and allocates,
 what is used: over a group for messages each rank sends to, or receives from, all its peers in one
-batch; a CP group exchanges; the others sum. All ranks create their groups in one order
+batch; a CP or EP group exchanges; the others sum. All ranks create their groups in one order
 (`communicators`), so that no rank waits for one that waits for it.
 """
 
@@ -107,7 +107,7 @@ def _used(
         for work in works:
             work.wait(limit)
         return rows.flatten().tolist(), [float(rank) for rank in given]
-    if grid.cp is not None and grid.cp.ranks is group:
+    if any(one is not None and one.ranks is group for one in (grid.cp, grid.ep)):
         sent = torch.full((len(members),), float(coords.rank), device=wire(device, group))
         rows = torch.empty_like(sent)
         work = dist.all_to_all_single(rows, sent, group=group, async_op=True)

@@ -107,7 +107,10 @@ def join(payload: dict[str, Any], stack: ExitStack) -> Joined:
     raise_limit(
         needed(
             graph.world_size,
-            (coords.unit.dp_cp_size, coords.unit.tp, coords.unit.cp),
+            (
+                *(coords.unit.dp_cp_size, coords.unit.tp, coords.unit.cp),
+                *((coords.unit.ep, coords.unit.expert_replicas) if coords.unit.ep > 1 else ()),
+            ),
             gloo=device.type == "cpu",
             first=coords.rank == 0,
             serves=serves_rendezvous(),

@@ -2,9 +2,10 @@
 
 The engine's instruction loop, the process groups of its grid and its brokers run as in training,
 over torch's fake backend, which stands for NCCL. Tensors have shapes and no memory, and layers
-return empty tensors with the rows of a slot. Layers' messages to a TP or CP group are represented
-by one message, as for an operator over symmetric memory, and where the group overlaps also by one
-ring pass, as without such memory; messages to the replicas of a stage are one per layer.
+return empty tensors with the rows of a slot. Layers' messages to a TP, CP or EP group are
+represented by one message, as for an operator over symmetric memory, and where the group overlaps
+also by one ring pass, as without such memory; messages to the replicas of a stage are one per
+layer.
 """
 
 from __future__ import annotations
@@ -116,9 +117,9 @@ class HollowRunner(StageRunner):
             self._reduction.begin()
 
     def _leave(self, slot: int, links: Sequence[Broker]) -> dict[str, Tensor]:
-        group, cp = self._grid.tp, self._grid.cp
-        join(group and group.ranks)
-        join(cp and cp.ranks)
+        group = self._grid.tp
+        for one in (group, self._grid.cp, self._grid.ep):
+            join(one and one.ranks)
         if group is not None and group.overlap:
             for _ in range(group.size - 1):
                 chunk = torch.empty(1, device=NOWHERE)
@@ -140,8 +141,8 @@ class HollowReduction:
     """Messages of `Reduction`, one per layer."""
 
     def __init__(self, grid: UnitGrid, coords: RankCoords, overlaps: bool) -> None:
-        self._replicas = grid.dp_proc_group
-        self._layers = len(coords.stage.layers) if coords.unit.dp_cp_size > 1 else 0
+        self._replicas = replicas(grid)
+        self._layers = len(coords.stage.layers)
         self._overlaps, self._expected, self._left = overlaps, False, self._layers
 
     def expect(self, weights: Any = None) -> None:
@@ -160,8 +161,15 @@ class HollowReduction:
         self._expected, self._left = False, self._layers
 
     def _join(self) -> None:
-        join(self._replicas)
+        for group in self._replicas:
+            join(group)
         self._left -= 1
+
+
+def replicas(grid: UnitGrid) -> list[dist.ProcessGroup]:
+    """Return the rank's groups of ranks with the same weights, and with the same experts."""
+    groups = (grid.replicas, *((grid.expert_replicas,) if grid.ep is not None else ()))
+    return [one.ranks for one in groups if one.size > 1 and one.ranks is not None]
 
 
 @dataclass
@@ -228,8 +236,9 @@ class HollowEngine(UnitEngine):
     def _update(self) -> None:
         super()._update()
         # ZeRO's replicas gather the weights that each has updated
-        for _ in self.coords.stage.layers if self.coords.unit.dp_cp_size > 1 else ():
-            join(self.module.mpu().dp_proc_group)
+        for _ in self.coords.stage.layers:
+            for group in replicas(self.module.mpu()):
+                join(group)
 
     def _at(self, operation: str, slot: int) -> Any:
         return _Silence()

@@ -27,6 +27,7 @@ def joined_layout(layout: Layout, shares: Shares) -> Layout:
             update={
                 "tp": 1,
                 "cp": 1,
+                "ep": 1,
                 "module_tp": {},
                 "dp": len(shares[unit.name]),
                 "gpus": len(shares[unit.name]) * unit.pp,

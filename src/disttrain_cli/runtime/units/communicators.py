@@ -25,7 +25,12 @@ from disttrain_cli.spec.stage_graph import Stage, StageGraph
 #: Process group of messages, by (number of the sending stage, number of the receiving stage).
 Ways = dict[tuple[int, int], dist.ProcessGroup]
 #: Bounds of NCCL's channels, hence of its multiprocessors and memory, by kind of communicator.
-CTAS = {"world": WORLD_CTAS, "messages": MESSAGE_CTAS, "context parallel": CONTEXT_CTAS}
+CTAS = {
+    "world": WORLD_CTAS,
+    "messages": MESSAGE_CTAS,
+    "context parallel": CONTEXT_CTAS,
+    "expert parallel": CONTEXT_CTAS,
+}
 
 
 @dataclass(frozen=True)
@@ -33,7 +38,13 @@ class Communicator:
     """Ranks that share one communicator."""
 
     kind: Literal[
-        "data parallel", "tensor parallel", "context parallel", "tied weights", "messages"
+        "data parallel",
+        "tensor parallel",
+        "context parallel",
+        "expert parallel",
+        "expert replicas",
+        "tied weights",
+        "messages",
     ]
     name: str
     ranks: tuple[int, ...]
@@ -49,7 +60,8 @@ def in_order() -> bool:
 def nccl_options(kind: str, backend: str) -> Any | None:
     """Return NCCL's options for a communicator of this kind; None for its own, or without NCCL.
 
-    What computation waits for, messages and exchanges of CP groups, gets a stream of high priority.
+    What computation waits for, messages and exchanges of CP and EP groups, gets a stream of high
+    priority.
     """
     if kind not in CTAS or backend != "nccl" or not hasattr(dist, "ProcessGroupNCCL"):
         return None
@@ -98,6 +110,16 @@ def communicators(graph: StageGraph, messages: bool) -> Iterator[Communicator]:
                 "context parallel",
                 f"CP group of {name_of(stage)}, replica {replica}, TP rank {tp_rank}",
                 tuple(group),
+            )
+        for number, group in enumerate(stage.ep_groups() if stage.ep > 1 else ()):
+            yield Communicator(
+                "expert parallel", f"EP group {number} of {name_of(stage)}", tuple(group)
+            )
+        for ep_rank in range(stage.ep if stage.ep > 1 else 0):
+            yield Communicator(
+                "expert replicas",
+                f"expert replicas of {name_of(stage)}, EP rank {ep_rank}",
+                tuple(stage.expert_group(ep_rank)),
             )
     for stage in graph.stages:
         if stage.twin is not None and stage.number < stage.twin:

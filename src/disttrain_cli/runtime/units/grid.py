@@ -4,7 +4,7 @@ DeepSpeed reads groups and sizes from its grid; here they are those of the calle
 creates every group in the same order (`communicators`). The model-parallel group is the world,
 whose ranks are counted by stage and TP rank so that different weights have different ranks;
 DeepSpeed does not know of TP itself. To DeepSpeed all ranks that hold the same weights are data
-parallel, including those of a CP group.
+parallel, including those of a CP group. Where EP is above 1, experts have replicas of their own.
 """
 
 from __future__ import annotations
@@ -34,6 +34,9 @@ class UnitGrid(PipelineParallelGrid):
 
     tp: Group | None = None  # the TP group, if it has more than one rank
     cp: Group | None = None  # the CP group, likewise
+    ep: Group | None = None  # the EP group, likewise
+    replicas: Group  # ranks with the same weights
+    expert_replicas: Group  # ranks with the same experts: `replicas` where EP is 1
     # this rank and its tied-embedding peer, if any
     twins: dist.ProcessGroup | None = None
     # all groups of this rank by name, in order of creation
@@ -84,10 +87,16 @@ class UnitGrid(PipelineParallelGrid):
     ) -> None:
         if one.kind == "data parallel":
             self.dp_group, self.dp_proc_group = list(one.ranks), group
+            self.replicas = Group(group, len(one.ranks), coords.holder)
+            self.expert_replicas = self.replicas
         elif one.kind == "tensor parallel":
             self.tp = Group(group, coords.unit.tp, coords.tp_rank, coords.unit.tp_overlap)
         elif one.kind == "context parallel":
             self.cp = Group(group, coords.unit.cp, coords.cp_rank, gathers=coords.unit.gathers)
+        elif one.kind == "expert parallel":
+            self.ep = Group(group, coords.unit.ep, coords.ep_rank)
+        elif one.kind == "expert replicas":
+            self.expert_replicas = Group(group, len(one.ranks), coords.expert_holder)
         elif one.kind == "tied weights":
             self.twins = group
         elif one.way is not None:

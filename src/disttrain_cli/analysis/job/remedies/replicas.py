@@ -16,6 +16,7 @@ layout may level them better or worse than the recorded one.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -120,7 +121,12 @@ def with_replicas(job: Job, replicas: dict[str, int]) -> Layout | None:
     units = []
     for unit in layout.units:
         dp = replicas.get(unit.name, unit.dp)
-        units.append(unit.model_copy(update={"dp": dp, "gpus": unit.tp_cp_size * dp * unit.pp}))
+        ranks = unit.tp_cp_size * dp
+        units.append(
+            unit.model_copy(
+                update={"dp": dp, "ep": math.gcd(unit.ep, ranks), "gpus": ranks * unit.pp}
+            )
+        )
     dp = units[layout.index_of(llm)].dp
     slots = next(
         (n for n in range(layout.microbatches, 0, -1) if layout.global_batch_size % (dp * n) == 0),

@@ -1,0 +1,136 @@
+"""Experts divided over an EP group compute what all of them do in one place, of every form that the
+library's experts have; whatever rows a rank has, and whichever experts they choose."""
+
+from __future__ import annotations
+
+import copy
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from threading import Barrier
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from disttrain_cli.models.division import of_experts, whole_shape
+from disttrain_cli.models.experts import expert_weights, join_experts, prepare, shard_experts
+from disttrain_cli.models.library_decoder import library_decoder
+
+EXPERTS, CHOSEN, WIDTH = 4, 2, 8
+CONFIG = {
+    "hidden_size": WIDTH,
+    "intermediate_size": 12,
+    "moe_intermediate_size": 12,
+    "num_local_experts": EXPERTS,
+    "num_experts": EXPERTS,
+    "moe_latent_size": None,
+    "swiglu_alpha": 1.7,
+    "swiglu_limit": 7.0,
+    "n_routed_experts": EXPERTS,
+    "hidden_act": "silu",
+    "mlp_hidden_act": "relu2",
+    "_experts_implementation": "grouped_mm",
+}
+#: Class of experts by form: gated; biased, transposed and interleaved; without a gate.
+FORMS = {
+    "gated": ("mixtral", "MixtralExperts"),
+    "biased": ("gpt_oss", "GptOssExperts"),
+    "ungated": ("nemotron_h", "NemotronHExperts"),
+}
+#: By name, the rows of each rank, and the experts that they may choose.
+ROUTINGS = {
+    "even": ([5, 7, 6, 3], range(EXPERTS)),
+    "a rank without rows": ([5, 0, 6, 3], range(EXPERTS)),
+    "ranks whose experts nobody chooses": ([4, 3, 2, 1], range(2)),
+}
+
+
+@dataclass
+class Group:
+    """A rank of a group of threads that exchange rows."""
+
+    size: int
+    rank: int
+    barrier: Barrier
+    given: list[Any]
+
+    def exchanged(self, rows: Tensor, give: list[int], take: list[int]) -> Tensor:
+        self.given[self.rank] = rows.detach().split(give)
+        self.barrier.wait(60)
+        taken = [self.given[rank][self.rank] for rank in range(self.size)]
+        self.barrier.wait(60)
+        assert [len(part) for part in taken] == take
+        return torch.cat(taken)
+
+
+def made(form: str) -> Any:
+    """All experts of a form, with drawn weights."""
+    prepare()
+    family, name = FORMS[form]
+    module = __import__(f"transformers.models.{family}.modeling_{family}", fromlist=[name])
+    torch.manual_seed(0)
+    part = getattr(module, name)(SimpleNamespace(**CONFIG))
+    for parameter in part.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    return nn.ModuleDict({"experts": part})
+
+
+def run(layer: Any, rows: Tensor, index: Tensor, weights: Tensor) -> dict[str, Tensor]:
+    """Result and gradients, for a gradient of ones."""
+    rows, weights = rows.clone().requires_grad_(), weights.clone().requires_grad_()
+    result = layer["experts"](rows, index, weights)
+    result.sum().backward()
+    found = {"result": result.detach(), "rows": rows.grad, "weights": weights.grad}
+    return found | {name: weight.grad for name, weight in layer.named_parameters()}
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("ep", [2, 4])
+def test_divided_experts_are_those_in_one_place(form: str, routing: str, ep: int) -> None:
+    layer, (counts, allowed) = made(form), ROUTINGS[routing]
+    generator = torch.Generator().manual_seed(1)
+    counts = [sum(counts[rank::ep]) for rank in range(ep)]
+    total = sum(counts)
+    rows = torch.randn(total, WIDTH, generator=generator)
+    weights = torch.rand(total, CHOSEN, generator=generator)
+    drawn = torch.rand(total, len(allowed), generator=generator)
+    index = torch.tensor(list(allowed))[drawn.argsort(1)[:, :CHOSEN]]
+    expected = run(copy.deepcopy(layer), rows, index, weights)
+    barrier, given = Barrier(ep), [None] * ep
+
+    def of_rank(rank: int) -> dict[str, Tensor]:
+        own = copy.deepcopy(layer)
+        shard_experts(own, ep=ep, rank=rank)
+        join_experts(own, Group(ep, rank, barrier, given))  # type: ignore[arg-type]
+        parts = (each.split(counts)[rank] for each in (rows, index, weights))
+        return run(own, *parts)
+
+    with ThreadPoolExecutor(ep) as threads:
+        found = list(threads.map(of_rank, range(ep)))
+    for name, whole in expected.items():
+        parts = torch.cat([one[name] for one in found])
+        torch.testing.assert_close(parts, whole, rtol=1e-5, atol=1e-5)
+
+
+def test_a_shard_knows_all_experts() -> None:
+    layer = made("biased")
+    shapes = {name: tuple(weight.shape) for name, weight in expert_weights(layer)}
+    shard_experts(layer, ep=2, rank=1)
+    own = dict(layer.named_parameters())
+    assert own.keys() == shapes.keys() and layer["experts"].num_experts == 2
+    assert all(of_experts(one) and whole_shape(one) == shapes[name] for name, one in own.items())
+    assert all(len(one) == 2 for one in own.values())
+
+
+def test_a_decoder_layer_tells_of_its_experts() -> None:
+    from transformers import LlamaConfig, Qwen3MoeConfig
+
+    small = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
+    small |= {"vocab_size": 32, "num_hidden_layers": 2, "intermediate_size": 8}
+    mixed = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 4}
+    library = library_decoder(Qwen3MoeConfig(**small, **mixed, mlp_only_layers=[0]))
+    assert [library.mixture(number) for number in range(2)] == [None, (6, 3, 16)]
+    assert library_decoder(LlamaConfig(**small)).mixture(0) is None
