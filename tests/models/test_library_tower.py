@@ -24,6 +24,7 @@ from disttrain_cli.models.operators import layer_operators
 from disttrain_cli.models.probe import probe_batch
 from disttrain_cli.models.supported import image_text_families
 from disttrain_cli.models.tensor_parallel import same_at_any_tp
+from disttrain_cli.spec.library_calls import ImageCall
 from disttrain_cli.spec.library_images import LibraryImages
 from disttrain_cli.spec.library_processor import LibraryProcessor, digest_of
 from disttrain_cli.spec.runfile import read_run
@@ -191,13 +192,13 @@ def test_a_folder_without_a_processor_of_the_library_is_refused(tmp_path, proces
     given.pop("processor_class", None)
     words.write_text(json.dumps(given))
     with pytest.raises(SpecError) as raised:
-        LibraryProcessor(tmp_path, model.config.image_token_id)
+        LibraryProcessor(tmp_path, model.config.image_token_id, ImageCall())
     assert named and why in raised.value.why
 
 
 def test_an_image_whose_height_is_taken_for_channels_is_refused(tmp_path: Path) -> None:
     model, _ = write(tmp_path, "vipllava")
-    processor = LibraryProcessor(tmp_path, model.config.image_token_id)
+    processor = LibraryProcessor(tmp_path, model.config.image_token_id, ImageCall())
     with pytest.raises(ValueError, match="taken for a number of channels"):
         processor.spelled((64, 3))
     assert processor.spelled((3, 64)).rows == 16
