@@ -114,6 +114,16 @@ def _by_heads(mixer: Any) -> Division:
     }
 
 
+def passes_weight(owner: nn.Module, name: str) -> bool:
+    """Return True if a converted mixer may pass the weight of a linear to a kernel.
+
+    Hooks of the linear, as an adapter's, do not run then: Mamba's fused kernel computes the output
+    projection, too.
+    """
+    kind = getattr(type(owner), "restarts", None)
+    return kind is not None and f"self.{name}.weight" in inspect.getsource(kind)
+
+
 @contextmanager
 def documents(within: Segments) -> Iterator[None]:
     """Set the documents at which converted mixers that run inside restart.
@@ -164,7 +174,8 @@ def _restarting(kind: Any) -> type[nn.Module]:
             raise NotImplementedError(f"{kind.__name__} does not return features of every row")
         return tree_unflatten(joined, of_one)
 
-    return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+    own = {"forward": forward, "__module__": kind.__module__, "restarts": kind}
+    return type(kind.__name__, (kind,), own)
 
 
 def _cut(value: Any, shape: torch.Size, within: Segments) -> list[Any]:
