@@ -1,16 +1,18 @@
 """Every decoder family of transformers through the runtime.
 
-Over eight ranks, with documents packed, loss and gradients are those of the library's own model, one
-document at a time (fp32): the loss to 1e-5, each gradient to 1e-5 of its largest value, or to the
-library's own rounding where that is larger. After the step the exported folder, read by
+Over eight ranks, with documents packed, loss and gradients are those of the library's own model,
+one document at a time (fp32): the loss to 1e-5, each gradient to 1e-5 of its largest value, or to
+the library's own rounding where that is larger. After the step the exported folder, read by
 transformers, computes what the library's model computes after the same step.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -51,7 +53,7 @@ class Way(NamedTuple):
     layers: tuple[int, int] = (3, 3)
     tp: int = 2  # 1 if a layer's parts have no half
     cp: str = ""  # `cp_comm_type` of a CP of 2, if any
-    how: dict[str, Any] = {}  # further fields of the unit
+    how: Mapping[str, Any] = MappingProxyType({})  # further fields of the unit
     zero_stage: int = 0
     overlap: bool = False
 
@@ -105,6 +107,7 @@ def write_run(folder: Path, data: Path, family: str, **changes: Any) -> Run:
         "data": {
             "sources": [{"path": str(data)}],
             "sequence_length": changes.pop("length", LENGTH),
+            "max_image_pixels": 4096,
         },
         "cluster": {"gpus_per_node": 8, "device": "cpu"},
         "train": {
@@ -132,7 +135,7 @@ def plan(run: Run, way: Way) -> Plan:
     cp = {"cp": 2, "cp_comm_type": way.cp} if way.cp else {}
     dp = 4 // tp // (2 if cp else 1)
     one = unit("all", run.file.model.order, list(way.layers), dp, tp)
-    one = UnitPlan.model_validate(one.model_dump() | cp | {"gpus": 8} | way.how)
+    one = UnitPlan.model_validate(one.model_dump() | cp | {"gpus": 8} | dict(way.how))
     made = plan_of(run, [one], 1, way.overlap)
     layout = made.plan.model_copy(update={"zero_stage": way.zero_stage})
     return made.model_copy(update={"plan": layout})
@@ -286,7 +289,7 @@ class Steps(NamedTuple):
 
 @pytest.fixture(scope="module")
 def steps(tmp_path_factory: pytest.TempPathFactory) -> Steps:
-    """Two steps of each kind: with adapters, below a trained encoder, and in two layouts in turn."""
+    """Two steps of each kind: adapters, an encoder before it, one layout after another."""
     folder = tmp_path_factory.mktemp("kinds")
     write_texts(folder / "data")
     write_sample_data(folder / "pictures")
