@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from disttrain_cli.models import recurrent
@@ -235,6 +236,22 @@ def test_a_mixer_restarts_in_all_sequences_of_a_microbatch(dtype, tolerance):
     same(given.grad, rows.grad, "gradient of the input", tolerance)
     for (name, parameter), gradient in zip(stock.named_parameters(), gradients, strict=True):
         same(parameter.grad, gradient, name, tolerance)
+
+
+def test_a_first_forward_can_be_recomputed(monkeypatch):
+    """What a class is tried on is not among the tensors that the recomputation must save again."""
+    monkeypatch.setattr(recurrent, "_tried", {})
+    layer, path = mixer_of("qwen3_5_text")
+    recurrent.restart(layer)
+    rows = torch.randn(1, 12, 32, requires_grad=True)
+    with recurrent.documents(Segments([5, 7], rows.device)):
+        made = [
+            torch.utils.checkpoint.checkpoint(layer.get_submodule(path), rows, use_reentrant=False),
+            layer.get_submodule(path)(rows),
+        ]
+        assert recurrent._tried
+        gradients = [torch.autograd.grad(one.square().sum(), rows)[0] for one in made]
+    assert gradients[0].any() and torch.equal(*gradients)
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", "bamba", "lfm2"])

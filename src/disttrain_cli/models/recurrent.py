@@ -219,7 +219,9 @@ def _borders(
         return () if any(name in _globals(kind) for name in delta_rule.REPLACED) else None
     key = kind, training, like.device, like.dtype
     if key not in _tried:
-        with waiting(like.device), torch.enable_grad():
+        # a recomputed layer must not count what the trial saves, as it runs once only
+        apart = torch.autograd.graph.saved_tensors_hooks(Tensor.detach, Tensor.detach)
+        with waiting(like.device), torch.enable_grad(), apart:
             _tried[key] = next((names for names in _NAMES if _heeds(call, names, like)), None)
     return _tried[key]
 
