@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from disttrain_cli.models import recurrent
 from disttrain_cli.models.attention import Segments
@@ -16,6 +16,7 @@ from disttrain_cli.models.layer import Batch, PipelineLayer
 from disttrain_cli.models.library_attention import PACKED, _attend, packed
 from disttrain_cli.models.operators import layer_operators
 from disttrain_cli.models.tensor_parallel import pieces, shard
+from disttrain_cli.models.weight_parts import split
 
 #: Alone, shorter than a convolution's kernel and than a chunk, longer than both, several of one
 #: length; the last one stands for padding.
@@ -238,19 +239,20 @@ def test_a_mixer_restarts_in_all_sequences_of_a_microbatch(dtype, tolerance):
         same(parameter.grad, gradient, name, tolerance)
 
 
-def test_a_first_forward_can_be_recomputed(monkeypatch):
-    """What a class is tried on is not among the tensors that the recomputation must save again."""
-    monkeypatch.setattr(recurrent, "_tried", {})
+def test_the_trial_of_a_class_leaves_no_trace(monkeypatch):
+    """A first forward can be recomputed, and linears with a split backward have no gradient yet."""
     layer, path = mixer_of("qwen3_5_text")
     recurrent.restart(layer)
-    rows = torch.randn(1, 12, 32, requires_grad=True)
+    split(layer)
+    rows, gradients = torch.randn(1, 12, 32, requires_grad=True), []
     with recurrent.documents(Segments([5, 7], rows.device)):
-        made = [
-            torch.utils.checkpoint.checkpoint(layer.get_submodule(path), rows, use_reentrant=False),
-            layer.get_submodule(path)(rows),
-        ]
-        assert recurrent._tried
-        gradients = [torch.autograd.grad(one.square().sum(), rows)[0] for one in made]
+        for _ in range(2):
+            monkeypatch.setattr(recurrent, "_tried", {})
+            made = checkpoint(layer.get_submodule(path), rows, use_reentrant=False)
+            assert recurrent._tried
+            assert all(parameter.grad is None for parameter in layer.parameters())
+            gradients += torch.autograd.grad(made.square().sum(), rows)
+            layer.zero_grad()
     assert gradients[0].any() and torch.equal(*gradients)
 
 

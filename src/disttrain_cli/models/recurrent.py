@@ -33,6 +33,7 @@ from disttrain_cli.models import delta_rule
 from disttrain_cli.models.attention import Segments
 from disttrain_cli.models.division import Division, Sharding, colwise, per_head, rowwise
 from disttrain_cli.models.host import waiting
+from disttrain_cli.models.weight_parts import deferred
 
 #: Parameters of a module's forward that pass the state of earlier tokens, or ask for it.
 _CACHES = {"cache_params", "past_key_values", "state", "use_cache"}
@@ -219,9 +220,10 @@ def _borders(
         return () if any(name in _globals(kind) for name in delta_rule.REPLACED) else None
     key = kind, training, like.device, like.dtype
     if key not in _tried:
-        # a recomputed layer must not count what the trial saves, as it runs once only
+        # A recomputed layer must not count what the trial saves, as it runs once only; gradients of
+        # split linears are dropped.
         apart = torch.autograd.graph.saved_tensors_hooks(Tensor.detach, Tensor.detach)
-        with waiting(like.device), torch.enable_grad(), apart:
+        with waiting(like.device), torch.enable_grad(), apart, deferred([]):
             _tried[key] = next((names for names in _NAMES if _heeds(call, names, like)), None)
     return _tried[key]
 
