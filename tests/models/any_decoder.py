@@ -1,8 +1,11 @@
 """Tiny random models of every decoder family of transformers, and their documents."""
 
+import copy
 import inspect
 
 import torch
+
+from disttrain_cli.models.configs.decoders import published_class_of
 
 LENGTHS = [5, 1, 9, 3]
 VOCABULARY = 100
@@ -83,13 +86,36 @@ def fields_of(name):
     return fields | dropout | tokens | OF_FAMILY.get(name, {})
 
 
-def reference(model, ids, labels, head=None):
-    """Return the loss and the gradients of a model that sees one document at a time.
+def library_model(config, layers):
+    """Return the library's own model with the weights of pipeline layers, and its head.
+
+    The head is None unless it is that of a class that has none.
+    """
+    plain = copy.deepcopy(config)
+    plain._attn_implementation, plain.tie_word_embeddings = "eager", False
+    model = published_class_of(type(config))(plain).eval()
+    weights = {
+        path: tensor.detach()
+        for layer in layers
+        for path, tensor in layer.to_published(dict(layer.named_parameters())).items()
+    }
+    head = None
+    if model.get_output_embeddings() is None:  # the LLM of a whole model
+        weights = {path.removeprefix("model."): tensor for path, tensor in weights.items()}
+        weight = weights.pop("lm_head.weight")
+        head = torch.nn.Linear(*weight.shape[::-1], bias=False)
+        head.weight = torch.nn.Parameter(weight)
+    assert not model.load_state_dict(weights, strict=False).unexpected_keys
+    return model, head
+
+
+def reference(model, ids, labels, lengths, head=None):
+    """Return the loss of a model that sees one document at a time, after its backward.
 
     `head` is that of a class that has none.
     """
     total = torch.zeros(())
-    for part, wanted in zip(ids.split(LENGTHS), labels.split(LENGTHS), strict=True):
+    for part, wanted in zip(ids.split(lengths), labels.split(lengths), strict=True):
         made = model(input_ids=part[None], use_cache=False)
         logits = head(made.last_hidden_state)[0] if "logits" not in made else made.logits[0]
         total = total + torch.nn.functional.cross_entropy(logits.float(), wanted, reduction="sum")

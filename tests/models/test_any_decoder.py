@@ -1,6 +1,5 @@
 """Every decoder family of transformers as pipeline layers: packed, and over a TP group."""
 
-import copy
 import threading
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +10,6 @@ import torch
 
 from disttrain_cli.errors import SpecError
 from disttrain_cli.models.architectures import architectures
-from disttrain_cli.models.configs.decoders import published_class_of
 from disttrain_cli.models.decoder import makers
 from disttrain_cli.models.division import piece, shard_of
 from disttrain_cli.models.group import Group
@@ -24,8 +22,8 @@ from tests.models.any_decoder import (
     FAMILIES,
     LENGTHS,
     REFUSED,
-    VOCABULARY,
     fields_of,
+    library_model,
     reference,
 )
 
@@ -105,23 +103,10 @@ def test_packed_documents_equal_the_librarys_own_model(name):
     shards = [
         [shard(layer, tp=TP, rank=rank) for layer in built(name)[1]] for rank in range(TP * divides)
     ]
-    plain = copy.deepcopy(config)
-    plain._attn_implementation, plain.tie_word_embeddings = "eager", False
-    model = published_class_of(type(config))(plain).eval()
-    weights = {
-        path: tensor.detach()
-        for layer in layers
-        for path, tensor in layer.to_published(dict(layer.named_parameters())).items()
-    }
-    head = None
-    if model.get_output_embeddings() is None:  # the LLM of a whole model
-        weights = {path.removeprefix("model."): tensor for path, tensor in weights.items()}
-        head = torch.nn.Linear(64, VOCABULARY, bias=False)
-        head.weight = torch.nn.Parameter(weights.pop("lm_head.weight"))
-    assert not model.load_state_dict(weights, strict=False).unexpected_keys
+    model, head = library_model(config, layers)
     draws = torch.Generator().manual_seed(2)
     ids, labels = torch.randint(3, 99, (2, sum(LENGTHS)), generator=draws)
-    expected = reference(model, ids, labels, head)
+    expected = reference(model, ids, labels, LENGTHS, head)
     of_model = {path: parameter.grad for path, parameter in model.named_parameters()}
 
     torch.testing.assert_close(passed(layers, ids, labels), expected, rtol=1e-5, atol=0)

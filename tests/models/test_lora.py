@@ -23,6 +23,7 @@ from disttrain_cli.models.probe import probe_batch, state_at
 from disttrain_cli.models.published import published_class
 from disttrain_cli.models.weight_parts import split
 from disttrain_cli.spec.profile import Polynomial
+from tests.models.any_decoder import fields_of
 from tests.models.test_towers import ASKED_TO_INTERPOLATE, GRIDS, tower
 
 __all__ = ["tower"]  # a fixture
@@ -248,6 +249,17 @@ def test_targets_that_fit_no_layer_are_refused(make_run, lora, told):
     with pytest.raises(SpecError) as caught:
         layer_table(make_run(llm={"lora": lora}))
     assert re.search(told, str(caught.value), re.DOTALL), caught.value
+
+
+def test_a_linear_whose_weight_a_kernel_takes_has_no_adapter(make_run):
+    """Mamba's fused kernel multiplies by the output projection itself, without its adapter."""
+    falcon = {"architecture": "falcon_h1", "config": fields_of("falcon_h1") | {"vocab_size": 272}}
+    run = make_run(llm=falcon | {"lora": {"target_modules": "all-linear"}})
+    layers = build_layers(run, 0, len(layer_table(run)), "meta")
+    paths = {path for layer in layers if layer.module == "llm" for path in adapters(layer)}
+    assert "layer.mamba.in_proj" in paths and "layer.mamba.out_proj" not in paths
+    with pytest.raises(SpecError, match=r"mamba\.out_proj cannot have an adapter"):
+        layer_table(make_run(llm=falcon | {"lora": {"target_modules": ["out_proj"]}}))
 
 
 def test_what_is_saved_whole_is_not_adapted_too(make_run):

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from disttrain_cli.models import recurrent
 from disttrain_cli.models.attention import Segments
@@ -15,6 +16,7 @@ from disttrain_cli.models.layer import Batch, PipelineLayer
 from disttrain_cli.models.library_attention import PACKED, _attend, packed
 from disttrain_cli.models.operators import layer_operators
 from disttrain_cli.models.tensor_parallel import pieces, shard
+from disttrain_cli.models.weight_parts import split
 
 #: Alone, shorter than a convolution's kernel and than a chunk, longer than both, several of one
 #: length; the last one stands for padding.
@@ -235,6 +237,23 @@ def test_a_mixer_restarts_in_all_sequences_of_a_microbatch(dtype, tolerance):
     same(given.grad, rows.grad, "gradient of the input", tolerance)
     for (name, parameter), gradient in zip(stock.named_parameters(), gradients, strict=True):
         same(parameter.grad, gradient, name, tolerance)
+
+
+def test_the_trial_of_a_class_leaves_no_trace(monkeypatch):
+    """A first forward can be recomputed, and linears with a split backward have no gradient yet."""
+    layer, path = mixer_of("qwen3_5_text")
+    recurrent.restart(layer)
+    split(layer)
+    rows, gradients = torch.randn(1, 12, 32, requires_grad=True), []
+    with recurrent.documents(Segments([5, 7], rows.device)):
+        for _ in range(2):
+            monkeypatch.setattr(recurrent, "_tried", {})
+            made = checkpoint(layer.get_submodule(path), rows, use_reentrant=False)
+            assert recurrent._tried
+            assert all(parameter.grad is None for parameter in layer.parameters())
+            gradients += torch.autograd.grad(made.square().sum(), rows)
+            layer.zero_grad()
+    assert gradients[0].any() and torch.equal(*gradients)
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", "bamba", "lfm2"])

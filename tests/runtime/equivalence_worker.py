@@ -18,6 +18,7 @@ from disttrain_cli.costs import buckets
 from disttrain_cli.data.index.sample_index import read_index
 from disttrain_cli.data.loader import Loader
 from disttrain_cli.data.ordering.orders import Orders
+from disttrain_cli.models import library_decoder
 from disttrain_cli.models.graph import build_layers, describe, layer_table
 from disttrain_cli.models.layer import LOSS_PREFIX
 from disttrain_cli.models.tying import copy_of, tie, tied_layers
@@ -81,6 +82,7 @@ def orders_of(run: Run, layout: Layout) -> Orders:
 
 
 def before_fork(payload: dict[str, Any]) -> None:
+    library_decoder.MOST = max(library_decoder.MOST, len(payload["cases"]))
     for case in payload["cases"]:
         layer_table(read_run(*case["run"]))
 
@@ -143,7 +145,10 @@ def ranks(payload: dict[str, Any]) -> None:
             tracer = Tracer(out / "traces", "test", place, wall_clock())
             engine = build_engine(run, plan, graph, place, device, tracer)
             dtype = message_dtype(run.file.train)
-            history = []
+            history, first, origin = [], 0, case.get("origin")
+            made_from = checkpoint_folder.model_of(run)
+            if origin is not None:
+                first = checkpoint.resume(Path(origin) / "checkpoints", made_from, engine)
             orders = orders_of(run, plan.plan)
             with Loader(
                 run,
@@ -152,13 +157,14 @@ def ranks(payload: dict[str, Any]) -> None:
                 replica=place.replica,
                 fields=fields_of(stage_layers, place.unit),
             ) as loader:
-                for step in range(case["steps"]):
+                for step in range(first, first + case["steps"]):
                     tracer.step, order = step, loader.order(step)
                     set_lrs(engine.optimizer, engine.train_spec, step)
                     engine.run_step(order, fetcher(loader, device, dtype, place_of(place))(order))
                     history.append([*engine.step_losses.values(), engine.grad_norm()])
             check_twins(engine)
-            checkpoint.save(out / "checkpoints", case["steps"], {"model": "test"}, engine, keep=1)
+            last = first + case["steps"]
+            checkpoint.save(out / "checkpoints", last, made_from, engine, keep=1)
             engine.tracer.close()
             if place.rank == 0:
                 (out / "history.json").write_text(json.dumps(history))

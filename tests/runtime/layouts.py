@@ -22,11 +22,13 @@ def train(
     folder: Path,
     *,
     in_order: Container[str] = (),
+    after: Mapping[str, str] = {},
     timeout_s: float = 900,
 ) -> Path:
     """Ranks train every named case, those of one number of ranks in the same processes.
 
-    Messages of the cases `in_order` go as over NCCL. Returns the folder that holds what each case
+    Messages of the cases `in_order` go as over NCCL; those named in `after` resume from the
+    checkpoint of an earlier case. Returns the folder that holds what each case
     left, by its name.
     """
     out = folder / "out"
@@ -39,6 +41,7 @@ def train(
                 "plan": plan.model_dump(mode="json"),
                 "steps": steps,
                 "in order": name in in_order,
+                "origin": str(out / after[name]) if name in after else None,
                 "out": str(out / name),
             }
         )

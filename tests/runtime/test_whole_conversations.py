@@ -106,13 +106,13 @@ def test_the_loss_of_conversations_is_the_librarys_own(tmp_path, family):
     torch.testing.assert_close(loss_of(layers, batch), total / count, atol=1e-4, rtol=0)
 
 
-def loaded_batch(run, index, layers):
-    """What the data of a run's first step are, on one device."""
+def loaded_batch(run, index, layers, size=1):
+    """The first `size` sequences of a run, as one batch."""
     unit = UnitPlan(
         name="all", modules=run.file.model.order, gpus=1, layers_per_stage=[len(layer_table(run))]
     )
     layout = Layout(
-        global_batch_size=1, microbatch_size=1, microbatches=1, gpus_used=1, units=[unit]
+        global_batch_size=size, microbatch_size=size, microbatches=1, gpus_used=1, units=[unit]
     )
     profile = make_profile(run.file).model_copy(update={"inputs": describe(run)})
     orders = Orders(run.file, layout, index, profile)

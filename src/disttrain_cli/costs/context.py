@@ -63,7 +63,11 @@ def misfit(profile: Profile, modules: Sequence[str], shape: ParallelShape) -> st
     for name in modules:
         known = [cost.heads for cost in profile.modules[name].costs.values() if cost.heads]
         if not known:
-            return f"{name} has no attention whose rows ranks could share"
+            return (
+                f"{name} has no attention whose rows ranks could share: not in all of its layers"
+                " do rows depend on others by heads of one width alone (recurrent mixers and latent"
+                " keys need all rows of a sample, as do keys and values of earlier layers)"
+            )
         for heads in known:
             query, key = heads.query // tp, heads.key // tp
             exchanges = query % cp == 0 and key and (key % cp == 0 or cp % key == 0)

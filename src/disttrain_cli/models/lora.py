@@ -27,6 +27,7 @@ from disttrain_cli.errors import SpecError
 from disttrain_cli.models.division import by_ids, sharding_of
 from disttrain_cli.models.dropout import announce, of_adapter
 from disttrain_cli.models.layer import ADAPTER, PipelineLayer, is_adapter
+from disttrain_cli.models.recurrent import passes_weight
 from disttrain_cli.spec.families.family import prefixed
 from disttrain_cli.spec.runfile.lora import ALL_LINEAR
 
@@ -89,7 +90,8 @@ def adapt(layer: PipelineLayer, lora: Lora) -> None:
     Of the module's weights only these and the fully trained ones are trainable from then on.
 
     Raises:
-        SpecError: a target is no linear layer, or an LLM's head, which is sharded by token ids.
+        SpecError: a target is no linear layer, or an LLM's head, which is sharded by token ids, or
+            its weight is passed to a kernel.
     """
     if layer.weights_of != "module":
         return
@@ -128,7 +130,8 @@ def targets(layer: PipelineLayer, lora: Lora) -> Iterator[tuple[str, Any]]:
     """Yield the layer's targeted linears with their paths.
 
     Raises:
-        SpecError: a target is no linear layer, or an LLM's head, which is sharded by token ids.
+        SpecError: a target is no linear layer, or an LLM's head, which is sharded by token ids, or
+            its weight is passed to a kernel.
     """
     for path, part in layer.named_modules():
         if not isinstance(part, ADAPTABLE) or not _is_target(layer, path, lora):
@@ -137,14 +140,18 @@ def targets(layer: PipelineLayer, lora: Lora) -> Iterator[tuple[str, Any]]:
             name = layer.published_path(path)
             raise SpecError(
                 f"model.modules.{lora.module}.lora.target_modules: {name} cannot have an adapter",
-                "adapters are of linear layers, and of an LLM's head there are none",
+                "adapters are of linear layers; there are none of an LLM's head, nor of a linear"
+                " whose weight a kernel takes (out_proj of Mamba)",
                 "Name the linear layers alone, or give all-linear.",
             )
         yield path, part
 
 
 def _is_adaptable(layer: PipelineLayer, path: str) -> bool:
-    return isinstance(layer.get_submodule(path), nn.Linear) and not by_ids(layer.division, path)
+    owner, _, name = path.rpartition(".")
+    linear = isinstance(layer.get_submodule(path), nn.Linear)
+    passed = passes_weight(layer.get_submodule(owner), name)
+    return linear and not passed and not by_ids(layer.division, path)
 
 
 def _is_target(layer: PipelineLayer, path: str, lora: Lora) -> bool:

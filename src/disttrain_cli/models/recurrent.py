@@ -33,6 +33,7 @@ from disttrain_cli.models import delta_rule
 from disttrain_cli.models.attention import Segments
 from disttrain_cli.models.division import Division, Sharding, colwise, per_head, rowwise
 from disttrain_cli.models.host import waiting
+from disttrain_cli.models.weight_parts import deferred
 
 #: Parameters of a module's forward that pass the state of earlier tokens, or ask for it.
 _CACHES = {"cache_params", "past_key_values", "state", "use_cache"}
@@ -114,6 +115,16 @@ def _by_heads(mixer: Any) -> Division:
     }
 
 
+def passes_weight(owner: nn.Module, name: str) -> bool:
+    """Return True if a converted mixer may pass the weight of a linear to a kernel.
+
+    Hooks of the linear, as an adapter's, do not run then: Mamba's fused kernel computes the output
+    projection, too.
+    """
+    kind = getattr(type(owner), "restarts", None)
+    return kind is not None and f"self.{name}.weight" in inspect.getsource(kind)
+
+
 @contextmanager
 def documents(within: Segments) -> Iterator[None]:
     """Set the documents at which converted mixers that run inside restart.
@@ -164,7 +175,8 @@ def _restarting(kind: Any) -> type[nn.Module]:
             raise NotImplementedError(f"{kind.__name__} does not return features of every row")
         return tree_unflatten(joined, of_one)
 
-    return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+    own = {"forward": forward, "__module__": kind.__module__, "restarts": kind}
+    return type(kind.__name__, (kind,), own)
 
 
 def _cut(value: Any, shape: torch.Size, within: Segments) -> list[Any]:
@@ -208,7 +220,10 @@ def _borders(
         return () if any(name in _globals(kind) for name in delta_rule.REPLACED) else None
     key = kind, training, like.device, like.dtype
     if key not in _tried:
-        with waiting(like.device), torch.enable_grad():
+        # A recomputed layer must not count what the trial saves, as it runs once only; gradients of
+        # split linears are dropped.
+        apart = torch.autograd.graph.saved_tensors_hooks(Tensor.detach, Tensor.detach)
+        with waiting(like.device), torch.enable_grad(), apart, deferred([]):
             _tried[key] = next((names for names in _NAMES if _heeds(call, names, like)), None)
     return _tried[key]
 
