@@ -89,16 +89,14 @@ def test_a_run_file_for_what_is_there(made, tmp_path, capsys, monkeypatch, model
     assert code == 1 and "disttrain.yaml exists" in err
 
 
-def test_a_model_whose_images_are_not_read_when_sampling_is_trained_without_answers(
-    made, tmp_path, capsys, monkeypatch
-):
+def test_a_family_of_the_library_answers_about_images(made, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(made)
     library_models.write(tmp_path / "model", "deepseek_vl")
     words = [str(tmp_path / "run"), "--folder", str(tmp_path / "model"), "--data", "talks.jsonl"]
     code, _, err = init(words, capsys)
     assert code == 0, err
     run = read_run(tmp_path / "run" / "disttrain.yaml")
-    assert run.file.samples.answers == 0 and describe(run).of("image")
+    assert run.file.samples.answers == 20 and describe(run).of("image")
 
 
 def test_paths_in_the_working_folder_stay_relative(made, tmp_path, capsys, monkeypatch):

@@ -126,7 +126,7 @@ def test_a_template_that_writes_images_before_videos_is_not_taken_for_another(
     assert tokenizer.chat is not None
     answer = Turn("assistant", ["Noise."], [])
     tokenizer.chat.written([Turn("user", [f"{MARK}{FILM}What?"], []), answer])
-    with pytest.raises(ValueError, match="images and videos in a different order"):
+    with pytest.raises(ValueError, match="files in a different order"):
         tokenizer.chat.written([Turn("user", [f"{FILM}{MARK}What?"], []), answer])
 
 
