@@ -49,6 +49,7 @@ WRITTEN: list[tuple[str, Callable[..., Any] | type, str]] = [
     ("35", BF16.step, "if is_invalid_grad_norm(all_groups_norm):"),
     ("36", engine.DeepSpeedEngine._set_distributed_vars, "else self.local_rank"),
     ("37", BF16._setup_for_real_optimizer, "bf16_dp_partitions[partition_id].clone().float()"),
+    ("scalars", engine.DeepSpeedEngine._broadcast_model, "p.data.view(torch.uint8)"),
     ("Muon", BF16.__init__, "import MuonWithAuxAdam"),
     ("shared memory", comm.TorchBackend, "self.shm_comm_op = build_shm_op()"),
 ]
