@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -251,15 +252,20 @@ def test_targets_that_fit_no_layer_are_refused(make_run, lora, told):
     assert re.search(told, str(caught.value), re.DOTALL), caught.value
 
 
-def test_a_linear_whose_weight_a_kernel_takes_has_no_adapter(make_run):
+def test_adapters_inside_recurrent_mixers(make_run):
     """Mamba's fused kernel multiplies by the output projection itself, without its adapter."""
-    falcon = {"architecture": "falcon_h1", "config": fields_of("falcon_h1") | {"vocab_size": 272}}
+    fields = {"vocab_size": 272, "num_hidden_layers": 1}
+    falcon = {"architecture": "falcon_h1", "config": fields_of("falcon_h1") | fields}
+    make_run = partial(make_run, image_encoder=None, image_generator=None)
     run = make_run(llm=falcon | {"lora": {"target_modules": "all-linear"}})
     layers = build_layers(run, 0, len(layer_table(run)), "meta")
     paths = {path for layer in layers if layer.module == "llm" for path in adapters(layer)}
     assert "layer.mamba.in_proj" in paths and "layer.mamba.out_proj" not in paths
     with pytest.raises(SpecError, match=r"mamba\.out_proj cannot have an adapter"):
         layer_table(make_run(llm=falcon | {"lora": {"target_modules": ["out_proj"]}}))
+    lora = {"target_modules": "all-linear", "lora_dropout": 0.1}
+    with pytest.raises(SpecError, match="adapters inside recurrent mixers have no dropout"):
+        layer_table(make_run(llm=falcon | {"lora": lora}))
 
 
 def test_what_is_saved_whole_is_not_adapted_too(make_run):

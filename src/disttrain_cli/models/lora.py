@@ -27,7 +27,7 @@ from disttrain_cli.errors import SpecError
 from disttrain_cli.models.division import by_ids, sharding_of
 from disttrain_cli.models.dropout import announce, of_adapter
 from disttrain_cli.models.layer import ADAPTER, PipelineLayer, is_adapter
-from disttrain_cli.models.recurrent import passes_weight
+from disttrain_cli.models.recurrent import is_inside, passes_weight
 from disttrain_cli.spec.families.family import prefixed
 from disttrain_cli.spec.runfile.lora import ALL_LINEAR
 
@@ -91,7 +91,7 @@ def adapt(layer: PipelineLayer, lora: Lora) -> None:
 
     Raises:
         SpecError: a target is no linear layer, or an LLM's head, which is sharded by token ids, or
-            its weight is passed to a kernel.
+            its weight is passed to a kernel; or one inside a recurrent mixer has dropout.
     """
     if layer.weights_of != "module":
         return
@@ -99,6 +99,14 @@ def adapt(layer: PipelineLayer, lora: Lora) -> None:
     dropouts = []
     for path, linear in list(targets(layer, lora)):
         if lora.lora_dropout:
+            if is_inside(layer, path):
+                raise SpecError(
+                    f"model.modules.{lora.module}.lora.lora_dropout: adapters inside recurrent"
+                    " mixers have no dropout",
+                    f"given: {lora.lora_dropout}, with {layer.published_path(path)}, which runs"
+                    " document by document",
+                    "Set lora_dropout: 0, or name only linear layers outside of the mixers.",
+                )
             sharding = sharding_of(layer.division, path)
             divided = len(sharding.packed) if sharding and sharding.dim == 1 else 0
             linear.lora_dropout = of_adapter(layer, path, lora.lora_dropout, divided)

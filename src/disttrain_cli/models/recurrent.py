@@ -125,6 +125,13 @@ def passes_weight(owner: nn.Module, name: str) -> bool:
     return kind is not None and f"self.{name}.weight" in inspect.getsource(kind)
 
 
+def is_inside(layer: nn.Module, path: str) -> bool:
+    """Return True if a layer's submodule is inside a converted mixer."""
+    parts = path.split(".")
+    outer = (layer.get_submodule(".".join(parts[:count])) for count in range(len(parts)))
+    return any(hasattr(type(part), "restarts") for part in outer)
+
+
 @contextmanager
 def documents(within: Segments) -> Iterator[None]:
     """Set the documents at which converted mixers that run inside restart.

@@ -50,6 +50,7 @@ WRITTEN: list[tuple[str, Callable[..., Any] | type, str]] = [
     ("36", engine.DeepSpeedEngine._set_distributed_vars, "else self.local_rank"),
     ("37", BF16._setup_for_real_optimizer, "bf16_dp_partitions[partition_id].clone().float()"),
     ("38", engine.DeepSpeedEngine._configure_distributed_model, "if isinstance(module, MoE):"),
+    ("scalars", engine.DeepSpeedEngine._broadcast_model, "p.data.view(torch.uint8)"),
     ("Muon", BF16.__init__, "import MuonWithAuxAdam"),
     ("shared memory", comm.TorchBackend, "self.shm_comm_op = build_shm_op()"),
 ]

@@ -129,6 +129,15 @@ class StageEngine(PipelineEngine):
         self.has_moe_layers = self._moe  # otherwise only with modules of DeepSpeed's (trap 38)
         super()._configure_distributed_model(model)
 
+    def _broadcast_model(self) -> None:
+        """Broadcast the first replica's weights, as vectors where DeepSpeed fails for scalars."""
+        scalars = [weight for weight in self.module.parameters() if not weight.ndim]
+        for weight in scalars:
+            weight.data = weight.data.view(1)
+        super()._broadcast_model()
+        for weight in scalars:
+            weight.data = weight.data.view(())
+
     def is_first_stage(self) -> bool:
         """Return True during construction: DeepSpeed's ping-pong test assumes equal DP (trap 3)."""
         return self._starting or super().is_first_stage()
