@@ -1,4 +1,4 @@
-"""How processors of the library take images, videos and clips, and blank ones of a known size."""
+"""Calls of the library's processors with images, videos and clips, and blank ones of a size."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CHANNELS = (1, 3)
 
 
 class Call(Protocol):
-    """How a processor takes files of one type."""
+    """Arguments of a processor's call for files of one type."""
 
     media: ClassVar[Media]
     number: ClassVar[int]  # in `mm_token_type_ids`
