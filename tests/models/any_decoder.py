@@ -21,7 +21,8 @@ TINY = {
     "sliding_window": 4, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
     "qk_nope_head_dim": 8, "v_head_dim": 16, "first_k_dense_replace": 1,
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16, "ffn_hidden_size": 96, "n_embd": 64, "n_layer": 4, "n_head": 4,
+    "linear_value_head_dim": 16, "linear_num_heads": 2, "linear_head_dim": 16,
+    "ffn_hidden_size": 96, "n_embd": 64, "n_layer": 4, "n_head": 4,
     "ffn_dim": 96, "word_embed_proj_dim": 64, "decoder_layers": 4,
 }
 # fmt: on
@@ -48,7 +49,15 @@ OF_FAMILY = {
             for name in ("sliding_attention", "full_attention")
         },
     },
-    "falcon_h1": {"embedding_multiplier": 3.0, "lm_head_multiplier": 2.0},
+    "falcon_h1": {
+        "embedding_multiplier": 3.0,
+        "lm_head_multiplier": 2.0,
+        "mamba_d_ssm": 64,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 16,
+        "mamba_d_state": 8,
+        "mamba_chunk_size": 16,
+    },
     "llama4_text": {"floor_scale": 3, "attn_scale": 0.5, "no_rope_layers": [1, 0, 1, 0]},
     "gemma4_text": {
         "num_kv_shared_layers": 2,
