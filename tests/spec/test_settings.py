@@ -55,6 +55,17 @@ def test_what_is_set_is_as_if_it_were_edited(file, setting, path, value):
     assert read_run(*json.loads(json.dumps(run.source))).file == run.file
 
 
+def test_steps_that_are_set_replace_epochs_and_the_reverse(file):
+    by_epochs = read_run(file, "train.epochs=2").file.train
+    assert (by_epochs.steps, by_epochs.epochs) == (None, 2)
+    file.write_text(file.read_text().replace("  steps: 360", "  epochs: 2"))
+    by_steps = read_run(file, "train.steps=7").file.train
+    assert (by_steps.steps, by_steps.epochs) == (7, None)
+    for settings in (("train.steps=7", "train.epochs=2"), ("train.epochs=null",)):
+        with pytest.raises((SpecError, UsageError), match="either steps"):
+            read_run(file, *settings)
+
+
 @pytest.mark.parametrize(
     ("setting", "said"),
     [

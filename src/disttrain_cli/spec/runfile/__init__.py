@@ -237,7 +237,8 @@ def read_run(path: Path | str, *settings: str) -> Run:
     """Read and check a run file.
 
     Args:
-        settings: KEY=VALUE each (`spec.settings`), as if the file were edited.
+        settings: KEY=VALUE each (`spec.settings`), as if the file were edited; of `train.steps` and
+            `train.epochs` the one that is set replaces the other.
 
     Raises:
         SpecError: it is missing, not YAML, or has wrong fields (each named by its path); its
@@ -249,6 +250,10 @@ def read_run(path: Path | str, *settings: str) -> Run:
         path, "run file", f"Write one with: {call('init', 'DIR', preset='tiny', sample_data=True)}"
     )
     value, changed = with_settings(value, settings)
+    for one, other in (("steps", "epochs"), ("epochs", "steps")):
+        is_set = ("train", one) in changed and value["train"][one] is not None
+        if is_set and ("train", other) not in changed:
+            value["train"].pop(other, None)
     named = fetched(value, path.resolve().parent)
     value = with_folder(value, path.resolve().parent, named)
     file = validate(RunFile, value, path, "run file", changed=changed)
