@@ -1,7 +1,8 @@
 # make run      the whole chain on a small real dataset: profile, plan, train, analyze
 # make test     the test suite (under 10 minutes on 2 cores)
 # make test-oldest  what touches torch, against the oldest version of it that serves, in an environment of its own
-# make test-all everything: also the full matrices, the chain as a user runs it, and the fault tests
+# make test-slow  the full matrices, the chain as a user runs it, and the fault tests
+# make test-all everything: also long runs of the benchmarks
 # make bench    the quick benchmarks (about 5 minutes; see benchmarks/README.md)
 # make check    ruff, mypy, import rules, docs completeness
 # make docs     write docs/api.md, docs/cli.md, docs/runfile.md and docs/schema/ again
@@ -22,13 +23,13 @@ run: $(VENV)/.demo
 	cd demo && $(BIN)/disttrain profile && $(BIN)/disttrain plan --strategy disaggregated && $(BIN)/disttrain train --restart && $(BIN)/disttrain analyze
 
 test: $(VENV)/.dev
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "not slow and not benchmark"
 
 test-slow: $(VENV)/.dev
 	$(PYTEST) -m slow
 
 test-oldest: $(OLDEST)/.dev
-	$(OLDEST)/bin/python -m pytest -q -m "not slow" -n 2 --dist loadfile tests/models tests/runtime tests/profiling
+	$(OLDEST)/bin/python -m pytest -q -m "not slow and not benchmark" -n 2 --dist loadfile tests/models tests/runtime tests/profiling
 
 test-all: $(VENV)/.dev
 	$(PYTEST)

@@ -122,7 +122,7 @@ def test_pillow_and_disttrain_prepare_the_same_image():
     assert ours.shape == theirs.shape and abs(ours - theirs).mean() < 0.05
 
 
-@pytest.mark.slow
+@pytest.mark.benchmark
 def test_index():
     rows, beside = index.measure(small=True).values()
     assert [row["dataset"] for row in rows[::2]] == list(index.FORMS) and {
@@ -143,7 +143,7 @@ def test_levelling_by_images_is_never_worse_than_by_sequences():
         )
 
 
-@pytest.mark.slow
+@pytest.mark.benchmark
 def test_ranks_of_a_cp_group_work_and_keep_their_share():
     load, kept = context.measure(small=True).values()
     assert {row["CP"] for row in load} == {2, 4, 8}
@@ -171,7 +171,7 @@ def test_ordering_levels_what_shares_a_unit():
             assert row["generator, paper"] < row["generator, none"]
 
 
-@pytest.mark.slow
+@pytest.mark.benchmark
 def test_best_is_level_and_near_the_best_order():
     costs, busiest, loads, orders = best.measure(small=True).values()
     assert {row["plan"] for row in costs} >= {"units", "one unit"} and all(
@@ -182,7 +182,7 @@ def test_best_is_level_and_near_the_best_order():
     assert all(1 <= row["best, worst"] <= 1.01 for row in orders)
 
 
-@pytest.mark.slow
+@pytest.mark.benchmark
 def test_planner_has_no_gap_to_brute_force():
     search, strategies_, nothing_fits, gaps, commands = planner.measure(small=True).values()
     assert search[0]["GPUs"] == 6 and strategies_[0]["megatron ms"] > 0
@@ -191,14 +191,14 @@ def test_planner_has_no_gap_to_brute_force():
     assert commands[0]["CPU s"] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.benchmark
 def test_simulated_plans_are_never_slower_than_the_papers():
     iterations, plans = simulation.measure(small=True).values()
     assert iterations[0]["stages"] == 13 and iterations[0]["event by event over simulation"] > 0
     assert plans[0]["finalists"] >= 3 and plans[0]["paper's plan over it"] >= 1
 
 
-@pytest.mark.slow
+@pytest.mark.benchmark
 def test_frozen_costs_are_planned_and_their_waiting_is_counted():
     published = {f"{model}-{device}" for model in grouping.MODELS for device in grouping.DEVICES}
     assert {case[0] for case in waiting.CASES} | {"weights", "hidden", "before_s"} | published == {
@@ -226,7 +226,7 @@ def test_the_switches_of_gains_are_those_of_a_cluster():
     assert cached.layers[cached.projector[0]] == "projector" and not cached.frozen
 
 
-@pytest.mark.slow
+@pytest.mark.benchmark
 def test_gains_are_planned_alone_last_and_together():
     steps, shown = gains.measure(small=True).values()
     (case,) = [column for column in steps[0] if column != "planned with"]
@@ -289,7 +289,7 @@ def test_colocated_steps_are_above_perfect_packing():
     assert larger.timed(shape, knobs, Rules()) == np.inf
 
 
-@pytest.mark.slow
+@pytest.mark.benchmark
 def test_colocation():
     waits, steps = colocation.measure(small=True).values()
     shares = [waits[0][f"{where} %"] for where in ("LLM idle", "encoder idle", "generator idle")]
@@ -298,7 +298,7 @@ def test_colocation():
     assert steps[0]["perfect packing, s"] <= steps[0]["s per step"]
 
 
-@pytest.mark.slow
+@pytest.mark.benchmark
 def test_messages_behind_products_are_priced_and_rehearsed():
     (row,) = only(tp_overlap.measure(small=True))
     assert 1 < row["gain"] < 2
@@ -306,7 +306,7 @@ def test_messages_behind_products_are_priced_and_rehearsed():
         assert row[f"rehearsed {how}"] > 0.999 * row[how]  # a device is never ahead of its clock
 
 
-@pytest.mark.slow
+@pytest.mark.benchmark
 def test_whole_plans_are_timed_and_more_devices_compared():
     plans, more = sizes.measure(small=True).values()
     assert (
@@ -315,7 +315,7 @@ def test_whole_plans_are_timed_and_more_devices_compared():
     assert more[0]["sizes planned"] == 2 and more[0]["worst dip %"] == 0
 
 
-@pytest.mark.slow
+@pytest.mark.benchmark
 def test_the_command_prints_tables_or_one_document():
     command = [sys.executable, "-m", "benchmarks.planner", "--small"]
     shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
@@ -325,7 +325,7 @@ def test_the_command_prints_tables_or_one_document():
     assert all(title in shown for title in document) and "| costs" in shown
 
 
-@pytest.mark.slow
+@pytest.mark.benchmark
 def test_ranks_that_join_hold_as_many_descriptors_as_are_counted_for_them():
     command = [sys.executable, "-m", "benchmarks.joining", "--small", "--json"]
     shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
@@ -349,7 +349,7 @@ def test_efficiency_times_the_attention_that_models_run(monkeypatch):
     assert allowed == [(True, False)] and torch.backends.cuda.cudnn_sdp_enabled()
 
 
-@pytest.mark.slow
+@pytest.mark.benchmark
 def test_efficiency_measures_every_figure_of_a_curve():
     import yaml
 
@@ -383,14 +383,14 @@ def prepared(tmp_path_factory):
     return copied
 
 
-@pytest.mark.slow
+@pytest.mark.benchmark
 def test_memory_of_ranks(prepared, monkeypatch):
     monkeypatch.setattr(memory, "prepared", prepared)
     [rows] = memory.measure(small=True).values()
     assert rows[-1]["step"] == 4 and 50 < rows[-1]["rank 0"] < 2_000
 
 
-@pytest.mark.slow
+@pytest.mark.benchmark
 def test_data_wait(prepared, monkeypatch):
     monkeypatch.setattr(data_wait, "prepared", prepared)
     shares, *places = data_wait.measure(small=True).values()
@@ -403,7 +403,7 @@ def test_data_wait(prepared, monkeypatch):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.benchmark
 def test_checkpoints():
     rows, stands = checkpoints.measure(small=True).values()
     assert [(row["does"], row["way"]) for row in rows] == [
@@ -489,7 +489,7 @@ def test_a_layout_without_anything_hidden_has_the_same_devices():
     assert hiding.hidden(without) == "" and without.describe() == layout.describe()
 
 
-@pytest.mark.slow
+@pytest.mark.benchmark
 def test_a_small_rehearsal_is_measured(tmp_path):
     tables = rehearsal.PARTS["overhead"](True, rehearsal.keeper(tmp_path / "rows.jsonl"))
     assert all(common.table(title, rows) for title, rows in tables.items())
@@ -521,7 +521,7 @@ def test_verdicts_are_judged_by_cause_and_place(monkeypatch, tmp_path):
     assert written == ["stage 1 of the LLM"]
 
 
-@pytest.mark.slow
+@pytest.mark.benchmark
 def test_a_clean_rehearsal_has_no_straggler(monkeypatch):
     """Where this host was too busy to rehearse (the verdict `unknown`), it is rehearsed again, and
     more slowly."""
@@ -533,7 +533,7 @@ def test_a_clean_rehearsal_has_no_straggler(monkeypatch):
     assert verdict == "none"
 
 
-@pytest.mark.slow
+@pytest.mark.benchmark
 def test_stock_pipeline():
     for row in only(stock_pipeline.measure(small=True)):
         assert row["CPU ratio"] > 0 and row["wall ratio"] > 0
@@ -591,7 +591,7 @@ def test_a_peer_takes_smaller_microbatches_until_they_fit(tmp_path, monkeypatch)
     assert trainers == [2] * len(trainers) and len(trainers) > 2
 
 
-@pytest.mark.slow
+@pytest.mark.benchmark
 def test_peers_do_the_same_work(tmp_path, monkeypatch):
     monkeypatch.setattr(peers, "ROUNDS", {"cpu": 1})
     monkeypatch.setattr(peers, "ways", lambda device: {"Trainer": ("sdpa", "eager")})
@@ -602,7 +602,7 @@ def test_peers_do_the_same_work(tmp_path, monkeypatch):
     assert min(ours["host_gib"], trainer["cpu_s_per_1000_tokens"], ours["first_step_s"]) > 0
 
 
-@pytest.mark.slow
+@pytest.mark.benchmark
 def test_kineto(tmp_path, monkeypatch):
     trace = traces.write(tmp_path / "rank0.json", traces.document(traces.events([400] * 10)))
     monkeypatch.setenv(kineto.TRACE, str(trace))
@@ -716,7 +716,7 @@ def test_more_evidence_is_fitted_to_be_no_less_sure():
     assert calibration.fit(rows)["disttrain"] == [(0.0, 0.0), (0.4, 0.278), (0.99, 0.95)]
 
 
-@pytest.mark.slow
+@pytest.mark.benchmark
 def test_orders_of_epochs_are_made_opened_and_mixed():
     packed, mixed, processes = epoch_order.measure(small=True).values()
     assert packed[0]["filled %"] > 99

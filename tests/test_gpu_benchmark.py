@@ -54,7 +54,7 @@ def test_a_block_of_the_llm(setting):
     assert figures["attention"] == "grouped" and figures["kernels"][0]["ms"] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.benchmark
 def test_a_block_of_70b_on_a_fake_device_of_its_size(tmp_path):
     """Each kernel call is said to take 20 ms, so a forward and backward take 40."""
     figures = on_fake_cuda(figures_of, "block_70b", str(tmp_path))
@@ -122,7 +122,7 @@ def test_the_generator(setting):
     assert run_part("unet", setting)["generator"]["backward_ms"] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.benchmark
 def test_the_curve_is_proposed_as_the_catalogue_writes_it(setting):
     assert run_part("curve", setting)["proposed"][1].startswith("    product: ")
 
@@ -188,7 +188,7 @@ def test_a_rank_counts_where_its_host_waits(tmp_path, monkeypatch):
     assert jobs.synchronisations(tmp_path) == [{"where": "elsewhere", "count": 3}]
 
 
-@pytest.mark.slow
+@pytest.mark.benchmark
 def test_what_a_part_said_before_it_failed_is_kept(tmp_path, monkeypatch):
     monkeypatch.setitem(runner.LIMITS_S, "nothing", 60.0)
     found = runner.measure(["nothing"], "cpu", tmp_path / "gpu.json")["parts"]["nothing"]
@@ -257,21 +257,21 @@ def test_scipy_is_no_distribution_without_what_goes_with_pictures(tmp_path):
     }
 
 
-@pytest.mark.slow
+@pytest.mark.benchmark
 def test_collectives_between_two_ranks(setting):
     figures = run_part("collectives", setting)
     assert figures["joined"]["ranks"] == 2 and len(figures) == 6
     assert all(one["bus_gbytes_s"] > 0 for name, one in figures.items() if name != "joined")
 
 
-@pytest.mark.slow
+@pytest.mark.benchmark
 def test_layouts_of_six_ranks_next_to_one(setting):
     figures = run_part("nccl", setting)
     compared = [one for one in figures.values() if isinstance(one, dict)]
     assert len(compared) == 2 * len(UNORDERED) and all(one["equal"] for one in compared)
 
 
-@pytest.mark.slow
+@pytest.mark.benchmark
 @pytest.mark.parametrize("part", ["chain", "shared", "large", "multimodal"])
 def test_whole_commands(part, setting, monkeypatch):
     """On texts alone, as without OpenCV; ranks are watched for synchronisations, of which a CPU

@@ -16,7 +16,6 @@ ASKED = "Which digit is this?"
 #: By preset the class without torchvision of its image processor.
 PROCESSORS = {
     "tiny-qwen2.5-vl": "Qwen2VLImageProcessorPil",
-    "tiny-qwen3-vl": "Qwen2VLImageProcessorPil",
     "tiny-llava": "CLIPImageProcessorPil",
 }
 

@@ -34,7 +34,7 @@ from tests.runtime.messages.drawing import (
     write_models,
 )
 
-PLANS = 60  # 500 of them take six minutes; they were proven when the order was made
+PLANS = 40  # 500 of them take six minutes; they were proven when the order was made
 
 
 def _trained_layouts(folder: Path) -> list[Drawn]:
