@@ -80,7 +80,7 @@ WITHOUT_CP = ("qwen3_5_text", "gemma4_text")
 PAIRS = [
     (name, way)
     for number, name in enumerate(KINDS)
-    for way in (WAYS if name == "gpt_oss" else list(WAYS)[number % 2 :: 2])
+    for way in (WAYS if name == "gpt_oss" else list(WAYS)[(number + 1) % 2 :: 2])
     if not (WAYS[way].cp and name in WITHOUT_CP)
 ]
 
