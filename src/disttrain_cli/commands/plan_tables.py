@@ -41,7 +41,8 @@ def show_layout(
     console.say(textwrap.fill(head, columns))
     console.say(mfu_line(predicted, layout.gpus_used < given))
     console.say(
-        f"{layout.global_batch_size:,} sequences per step = {layout.microbatches:,} slots ×"
+        f"{layout.global_batch_size:,} sequences per step = {layout.microbatches:,}"
+        f" slot{'s' if layout.microbatches > 1 else ''} ×"
         f" {layout.global_batch_size // layout.microbatches:,} ({layout.microbatch_size} per LLM"
         f" replica); ZeRO-{layout.zero_stage}{_trained(layout)}"
         f"{'; reductions and gathers overlapped' if layout.overlap else ''}"

@@ -18,6 +18,7 @@ neither it nor any module inside it calls the library's attention interface.
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -58,8 +59,13 @@ def mixers(layer: nn.Module) -> dict[str, nn.Module]:
 
 
 def restart(layer: nn.Module) -> list[str]:
-    """Make a layer's recurrent mixers restart at every document, in place; return their paths."""
+    """Make a layer's recurrent mixers restart at every document, in place; return their paths.
+
+    Without a GPU the library's advice to install kernels for one is not shown.
+    """
     found = mixers(layer)
+    if found and not torch.cuda.is_available():
+        logging.getLogger("transformers.integrations.hub_kernels").setLevel(logging.ERROR)
     for mixer in found.values():
         kind: Any = type(mixer)
         mixer.__class__ = _restarting(kind)
