@@ -263,7 +263,7 @@ def test_an_interrupted_profile_goes_on(
     with monkeypatch.context() as small:
         small.setattr("disttrain_cli.profiling.processes.CPU_S", 0.1)
         profile = room.measure(run, "cpu", lambda what, done, total: said.append(what))
-    assert any(f"{before} sizes taken over" in line for line in said)
+    assert any(f"{before} sizes reused" in line for line in said)
     assert profile.provenance["continued"].startswith(f"{before} of ")
     assert profile.measuring and profile.measuring.not_measured == {"llm": ["2"]}
     whole = room.measure(run, "cpu")  # goes on with what the budget left out
