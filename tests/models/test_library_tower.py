@@ -17,7 +17,7 @@ from torch import nn
 
 from disttrain_cli.api.presets import preset_text, write_model_files
 from disttrain_cli.errors import SpecError
-from disttrain_cli.models import library_tower
+from disttrain_cli.models import library_glue, library_tower
 from disttrain_cli.models.graph import build_layers, describe
 from disttrain_cli.models.layer import Batch, Items
 from disttrain_cli.models.operators import layer_operators
@@ -35,7 +35,7 @@ from tests.whole_models import run_of
 SIZES = [(50, 30), (16, 16), (200, 41), (31, 100)]
 
 
-def written(folder: Path, family: str) -> tuple[Any, Any, LibraryImages, library_tower.Glue]:
+def written(folder: Path, family: str) -> tuple[Any, Any, LibraryImages, library_glue.Glue]:
     model, processor = write(folder, family)
     token = model.config.image_token_id
     head = LibraryImages(
@@ -45,7 +45,7 @@ def written(folder: Path, family: str) -> tuple[Any, Any, LibraryImages, library
         inputs=("pixel_values",),
         digest=digest_of(folder),
     )
-    glue = library_tower.glues_of(head, model.config)["image"]
+    glue = library_glue.glues_of(head, model.config)["image"]
     mrope = glue.positions is not None
     head = head.model_copy(update={"inputs": glue.names, "mrope": mrope})
     return model, processor, head, glue
@@ -131,11 +131,11 @@ def test_a_forward_that_changes_rows_tokens_or_positions_is_refused() -> None:
     config = SimpleNamespace(
         vocab_size=10, pad_token_id=0, layer_types=None, model_type="any", num_hidden_layers=1
     )
-    llm = library_tower._Llm(SimpleNamespace(config=config, forward=lambda deep: None), width)
+    llm = library_glue._Llm(SimpleNamespace(config=config, forward=lambda deep: None), width)
     embeds = llm.embed_tokens(ids)
     embeds[rows] = features
     given = {"llm": llm, "ids": ids, "rows": rows, "features": features, "media": "image"}
-    check = partial(library_tower._checked, "any", **given)
+    check = partial(library_glue._checked, "any", **given)
     plain = {"inputs_embeds": embeds[None], "attention_mask": torch.ones(1, 4), "use_cache": False}
     assert check(plain) is None
     turned = torch.arange(4).expand(3, 1, 4)

@@ -25,6 +25,8 @@ COPIES = 2.0
 
 def misfit(profile: Profile, modules: Iterable[str], shape: ParallelShape) -> str | None:
     """Return why a unit with these modules cannot have an EP degree; None if it can."""
+    if shape.ep == 1:
+        return None
     names = list(modules)
     counts = {
         name: cost.experts.total
@@ -32,8 +34,6 @@ def misfit(profile: Profile, modules: Iterable[str], shape: ParallelShape) -> st
         for cost in profile.modules[name].costs.values()
         if cost.experts is not None
     }
-    if shape.ep == 1:
-        return None
     if not counts:
         return f"no layer of {', '.join(names)} has experts that ranks could divide"
     for name, count in counts.items():
@@ -80,8 +80,10 @@ def exchanged_ms(
     backward = (
         NOTHING if does == "still" else combine((1.0, once), (float(shape.recompute), forward))
     )
-    both = zip(in_context, (forward, backward), strict=True)
-    return tuple(combine((1.0, one), (1.0, other)) for one, other in both)  # type: ignore[return-value]
+    return (
+        combine((1.0, in_context[0]), (1.0, forward)),
+        combine((1.0, in_context[1]), (1.0, backward)),
+    )
 
 
 def exchanged_bytes(

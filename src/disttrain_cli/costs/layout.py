@@ -68,9 +68,8 @@ class CostedStage(Stage):
     held: list[tuple[str, str, Backward]]
     # parameters that one rank trains, by layer; a weight shared by two of them counts once
     numbers: list[int]
-    expert_numbers: list[
-        int
-    ]  # parameters among these in experts that an EP group divides, by layer
+    # parameters among these in experts that an EP group divides, by layer
+    expert_numbers: list[int]
     copied: int  # parameters among these that another stage has a copy of
     cut_bytes: float  # sent to each following stage per packed sequence
     # True if a layer up to here is trained, so that gradients come back over the cut

@@ -23,11 +23,11 @@ from disttrain_cli.data.muting import mute_libraries
 from disttrain_cli.data.streams import ReadStream
 from disttrain_cli.errors import DataError
 from disttrain_cli.spec.extras import install_command
+from disttrain_cli.spec.library_calls import RATE_HZ
 
 Floats = NDArray[np.float32]
 
 FORMATS = ("WAV", "WAVEX", "RF64", "FLAC", "OGG", "MP3")
-RATE_HZ = 16_000
 #: Files beyond these limits are refused before decoding: a few bytes can claim gigabytes of
 #: samples.
 MOST_CHANNELS, RATES_HZ = 8, (1_000, 192_000)

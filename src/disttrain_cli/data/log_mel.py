@@ -12,8 +12,9 @@ import functools
 import numpy as np
 from numpy.typing import NDArray
 
-from disttrain_cli.data.clips import RATE_HZ, decode_clip
+from disttrain_cli.data.clips import decode_clip
 from disttrain_cli.spec.heads import AudioInput
+from disttrain_cli.spec.library_calls import RATE_HZ
 
 WINDOW, HOP = 400, 160  # samples at 16 kHz: 25 ms, 10 ms
 FLOOR = 1e-10  # power below which everything is silence

@@ -69,7 +69,7 @@ class LibraryItems(Head):
 
     @property
     def sizes(self) -> Sequence[Numbers]:
-        """Sizes of blank files, from the fewest rows to the most, and the one for memory."""
+        """Sizes of blank files, from the fewest rows to the most."""
         raise NotImplementedError
 
     @property
