@@ -55,6 +55,7 @@ def test_parts_of_the_time_add_up_to_the_step(made: Made) -> None:
     assert why.sentences[0].startswith("Time") and "steady" in why.sentences[0]
 
 
+@pytest.mark.slow
 def test_no_part_is_negative_where_devices_are_not_shared() -> None:
     run = synthetic.run_file(batch=24, gpus=6)
     profile = synthetic.tiny(run, kind="cuda")
