@@ -58,7 +58,7 @@ def test_parts_of_the_time_add_up_to_the_step(made: Made) -> None:
 
 
 def test_a_step_with_experts_over_ranks_has_its_skew_and_its_balance() -> None:
-    run = synthetic.run_file(batch=24, gpus=6)
+    run = synthetic.run_file(batch=over(4).global_batch_size, gpus=16)
     profile = with_experts(synthetic.tiny(run, kind="cuda"))
     plan, _ = explained(run, profile, top=0)
     layout, cluster = over(4), cluster_of(run, profile)
