@@ -1,0 +1,108 @@
+"""Measured routing is that of transformers' own model, by modality."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from disttrain_cli.costs.routing import fullest, measured_shares
+from disttrain_cli.data.indexing.building import build_index
+from disttrain_cli.models.experts import mixtures
+from disttrain_cli.models.graph import describe
+from disttrain_cli.profiling.routing import SEQUENCES, by_sequence, dispersion, routed_rows
+from disttrain_cli.spec.library_processor import OF_TEXT
+from disttrain_cli.spec.profile import Experts, read_profile
+from tests.data.test_parts import SIZES, told, write_json
+from tests.library_models import write
+from tests.test_chain import document
+from tests.whole_models import run_of
+
+
+def chosen_by_library(model: Any, processor: Any) -> list[dict[str, Counter[int]]]:
+    """By mixture and modality, how often the rows of all conversations choose each expert."""
+    chosen: dict[str, list[np.ndarray]] = {}
+    for path, part in mixtures(model):
+        part.register_forward_pre_hook(
+            lambda _, given, path=path: chosen.setdefault(path, []).append(given[1].numpy())
+        )
+    seen = []
+    for sizes in SIZES:
+        made = told(processor if sizes else processor.tokenizer, sizes)
+        made.pop("assistant_masks")
+        given = {
+            key: torch.as_tensor(np.atleast_2d(value) if key in OF_TEXT else np.array(value))
+            for key, value in made.items()
+        }
+        with torch.no_grad():
+            model(**given)
+        seen.append((given["input_ids"][0] == model.config.image_token_id).numpy())
+    image = np.concatenate(seen)
+    return [
+        {
+            item: Counter(np.concatenate(indices)[image == (item == "image")].ravel().tolist())
+            for item in ("image", "text")
+        }
+        for indices in chosen.values()
+    ]
+
+
+def test_rows_choose_as_in_the_librarys_own_model(tmp_path: Path) -> None:
+    model, processor = write(tmp_path / "whole", "qwen3_vl_moe")
+    write_json(tmp_path / "data")
+    run = run_of(tmp_path / "whole", data={"sequence_length": 1024}, global_batch_size=1)
+    inputs = describe(run)
+    build_index(run, inputs)
+    routed = routed_rows(run, inputs, torch.device("cpu"), [inputs.llm])
+    (of_items,) = routed.values()
+    expected = chosen_by_library(model, processor)
+    assert {one.item for one in of_items} == {"image", "padding", "text"}
+    assert sum(one.share for one in of_items) == pytest.approx(1.0)
+    for one in of_items:
+        if one.item == "padding":
+            continue
+        assert len(one.layers) == len(expected)
+        for layer, counts in zip(one.layers, expected, strict=True):
+            rows = counts[one.item]
+            assert [int(part) / 1e5 for part in layer.split()] == pytest.approx(
+                [rows[expert] / rows.total() for expert in range(4)], abs=1e-3
+            )
+    experts = Experts(4, 2, 48, 1, 1, routed=of_items)
+    assert measured_shares(experts).sum(axis=1) == pytest.approx(np.ones(len(expected)))
+    assert 1.0 < fullest(experts, ep=2, rows=1e6) <= 2.0
+
+
+def test_dispersion_is_1_for_independent_rows_and_more_where_sequences_differ() -> None:
+    random = np.random.default_rng(0)
+    shares = np.array([0.1, 0.2, 0.3, 0.4])
+    independent = [random.multinomial(500, shares, SEQUENCES) for _ in range(40)]
+    assert dispersion(independent) == pytest.approx(1.0, abs=0.15)
+    together = [random.multinomial(50, shares, SEQUENCES) * 10 for _ in range(40)]
+    assert dispersion(together) == pytest.approx(10.0, rel=0.2)
+    assert dispersion([np.array([[3, 4]])]) == 1.0
+
+
+def test_choices_are_counted_by_sequence() -> None:
+    index = np.arange(SEQUENCES * 2)[:, None] % 3  # two rows of a sequence
+    every = by_sequence(index, np.ones(SEQUENCES * 2, dtype=bool), 3)
+    assert (every.sum(axis=1) == 2).all() and every[0].tolist() == [1, 1, 0]
+    second = by_sequence(index, np.arange(SEQUENCES * 2) % 2 == 1, 3)
+    assert second[0].tolist() == [0, 1, 0] and second[1].tolist() == [1, 0, 0]
+
+
+@pytest.mark.slow
+def test_profile_measures_routing_of_a_folders_weights(tmp_path: Path) -> None:
+    write(tmp_path / "whole", "qwen3_vl_moe")
+    write_json(tmp_path / "data")
+    run = run_of(tmp_path / "whole", data={"sequence_length": 1024}, global_batch_size=1)
+    document(tmp_path, "profile", "--device", "cpu")
+    profile = read_profile(run.dir.profile)
+    experts = [one.experts for one in profile.modules["llm"].costs.values() if one.experts]
+    assert experts
+    for one in experts:
+        assert {routed.item for routed in one.routed} == {"image", "padding", "text"}
+        assert one.kept_bytes > one.frozen_kept_bytes > 0 and one.working_bytes > 0
