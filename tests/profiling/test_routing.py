@@ -18,9 +18,21 @@ from disttrain_cli.profiling.routing import SEQUENCES, by_sequence, dispersion, 
 from disttrain_cli.spec.library_processor import OF_TEXT
 from disttrain_cli.spec.profile import Experts, read_profile
 from tests.data.test_parts import SIZES, told, write_json
-from tests.library_models import write
+from tests.library_models import FAMILIES, write
 from tests.test_chain import document
 from tests.whole_models import run_of
+
+EXPERTS = 4
+
+
+def write_mixture(folder: Path) -> tuple[Any, Any]:
+    """A folder of a vision-language model whose LLM is Mixtral; its model and its processor."""
+    tiny = FAMILIES["vipllava"]
+    experts = {"num_local_experts": EXPERTS, "num_experts_per_tok": 2, "sliding_window": None}
+    text = tiny.text | {"model_type": "mixtral"} | experts
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setitem(FAMILIES, "mixture", tiny._replace(text=text))
+        return write(folder, "mixture")
 
 
 def chosen_by_library(model: Any, processor: Any) -> list[dict[str, Counter[int]]]:
@@ -52,7 +64,7 @@ def chosen_by_library(model: Any, processor: Any) -> list[dict[str, Counter[int]
 
 
 def test_rows_choose_as_in_the_librarys_own_model(tmp_path: Path) -> None:
-    model, processor = write(tmp_path / "whole", "qwen3_vl_moe")
+    model, processor = write_mixture(tmp_path / "whole")
     write_json(tmp_path / "data")
     run = run_of(tmp_path / "whole", data={"sequence_length": 1024}, global_batch_size=1)
     inputs = describe(run)
@@ -69,9 +81,9 @@ def test_rows_choose_as_in_the_librarys_own_model(tmp_path: Path) -> None:
         for layer, counts in zip(one.layers, expected, strict=True):
             rows = counts[one.item]
             assert [int(part) / 1e5 for part in layer.split()] == pytest.approx(
-                [rows[expert] / rows.total() for expert in range(4)], abs=1e-3
+                [rows[expert] / rows.total() for expert in range(EXPERTS)], abs=1e-3
             )
-    experts = Experts(4, 2, 48, 1, 1, routed=of_items)
+    experts = Experts(EXPERTS, 2, 48, 1, 1, routed=of_items)
     assert measured_shares(experts).sum(axis=1) == pytest.approx(np.ones(len(expected)))
     assert 1.0 < fullest(experts, ep=2, rows=1e6) <= 2.0
 
@@ -96,7 +108,7 @@ def test_choices_are_counted_by_sequence() -> None:
 
 @pytest.mark.slow
 def test_profile_measures_routing_of_a_folders_weights(tmp_path: Path) -> None:
-    write(tmp_path / "whole", "qwen3_vl_moe")
+    write_mixture(tmp_path / "whole")
     write_json(tmp_path / "data")
     run = run_of(tmp_path / "whole", data={"sequence_length": 1024}, global_batch_size=1)
     document(tmp_path, "profile", "--device", "cpu")
