@@ -14,12 +14,14 @@ from disttrain_cli.costs.routing import fullest, measured_shares
 from disttrain_cli.data.indexing.building import build_index
 from disttrain_cli.models.experts import mixtures
 from disttrain_cli.models.graph import describe
-from disttrain_cli.profiling.routing import SEQUENCES, by_sequence, dispersion, routed_rows
+from disttrain_cli.models.weights import module_layers
+from disttrain_cli.profiling.routing import SEQUENCES, by_sequence, dispersion, with_routing
 from disttrain_cli.spec.library_processor import OF_TEXT
-from disttrain_cli.spec.profile import Experts, read_profile
+from disttrain_cli.spec.profile import Experts
+from disttrain_cli.spec.progress import silent
 from tests.data.test_parts import SIZES, told, write_json
 from tests.library_models import FAMILIES, write
-from tests.test_chain import document
+from tests.planning import synthetic
 from tests.whole_models import run_of
 
 EXPERTS = 4
@@ -69,8 +71,17 @@ def test_rows_choose_as_in_the_librarys_own_model(tmp_path: Path) -> None:
     run = run_of(tmp_path / "whole", data={"sequence_length": 1024}, global_batch_size=1)
     inputs = describe(run)
     build_index(run, inputs)
-    routed = routed_rows(run, inputs, torch.device("cpu"), [inputs.llm])
-    (of_items,) = routed.values()
+    (kind,) = {layer.kind for layer in module_layers(run, inputs.llm) if layer.experts}
+    profile = synthetic.tiny(synthetic.run_file())
+    block = profile.modules["llm"].costs["block"]
+    unmeasured = Experts(EXPERTS, 2, 48, 1, 1)
+    costs = {kind: block.model_copy(update={"experts": unmeasured}), "head": block}
+    llm = profile.modules["llm"].model_copy(update={"costs": costs})
+    measured = with_routing(run, inputs, {inputs.llm: llm}, "cpu", silent)[inputs.llm]
+    assert measured.costs["head"] == block
+    experts = measured.costs[kind].experts
+    assert experts is not None
+    of_items = experts.routed
     expected = chosen_by_library(model, processor)
     assert {one.item for one in of_items} == {"image", "padding", "text"}
     assert sum(one.share for one in of_items) == pytest.approx(1.0)
@@ -83,9 +94,11 @@ def test_rows_choose_as_in_the_librarys_own_model(tmp_path: Path) -> None:
             assert [int(part) / 1e5 for part in layer.split()] == pytest.approx(
                 [rows[expert] / rows.total() for expert in range(EXPERTS)], abs=1e-3
             )
-    experts = Experts(EXPERTS, 2, 48, 1, 1, routed=of_items)
     assert measured_shares(experts).sum(axis=1) == pytest.approx(np.ones(len(expected)))
     assert 1.0 < fullest(experts, ep=2, rows=1e6) <= 2.0
+    for weights in (tmp_path / "whole").glob("*.safetensors*"):
+        weights.unlink()
+    assert with_routing(run, inputs, {inputs.llm: llm}, "cpu", silent)[inputs.llm] == llm
 
 
 def test_dispersion_is_1_for_independent_rows_and_more_where_sequences_differ() -> None:
@@ -104,17 +117,3 @@ def test_choices_are_counted_by_sequence() -> None:
     assert (every.sum(axis=1) == 2).all() and every[0].tolist() == [1, 1, 0]
     second = by_sequence(index, np.arange(SEQUENCES * 2) % 2 == 1, 3)
     assert second[0].tolist() == [0, 1, 0] and second[1].tolist() == [1, 0, 0]
-
-
-@pytest.mark.slow
-def test_profile_measures_routing_of_a_folders_weights(tmp_path: Path) -> None:
-    write_mixture(tmp_path / "whole")
-    write_json(tmp_path / "data")
-    run = run_of(tmp_path / "whole", data={"sequence_length": 1024}, global_batch_size=1)
-    document(tmp_path, "profile", "--device", "cpu")
-    profile = read_profile(run.dir.profile)
-    experts = [one.experts for one in profile.modules["llm"].costs.values() if one.experts]
-    assert experts
-    for one in experts:
-        assert {routed.item for routed in one.routed} == {"image", "padding", "text"}
-        assert one.kept_bytes > one.frozen_kept_bytes > 0 and one.working_bytes > 0

@@ -7,7 +7,7 @@ choose the same experts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ from disttrain_cli.spec.progress import Progress
 from disttrain_cli.spec.runfile import Run
 
 Ints = NDArray[np.int64]
+Kind = tuple[str, str]  # module, kind of layer
 #: Packed sequences that are run.
 SEQUENCES = 8
 
@@ -38,7 +39,7 @@ def with_routing(
     run: Run,
     inputs: ModelInputs,
     modules: Mapping[str, ModuleProfile],
-    kind: str,
+    device: str,
     progress: Progress,
 ) -> dict[str, ModuleProfile]:
     """Return modules with the routing of their experts, if it can be measured.
@@ -46,26 +47,27 @@ def with_routing(
     That is where the run file names weights for the LLM, and files with data.
 
     Args:
-        kind: of the device: "cpu" or "cuda".
+        device: "cpu" or "cuda".
 
     Raises:
         SpecError: weights are damaged or incomplete.
         DataError: more files are broken than `data.max_bad_fraction` allows.
     """
-    names = [
-        name
+    mixed = {
+        (name, kind)
         for name, module in modules.items()
-        if any(cost.experts is not None for cost in module.costs.values())
-    ]
-    sources = [source_of(run, name, "module") for name in names]
+        for kind, cost in module.costs.items()
+        if cost.experts is not None
+    }
+    sources = [source_of(run, name, "module") for name in {name for name, _ in mixed}]
     if (
-        not names
+        not mixed
         or run.file.data.distribution is not None
         or any(source is None or not weight_files(source.folder) for source in sources)
     ):
         return dict(modules)
     progress("measure the routing of experts", 0, 0)
-    routed = routed_rows(run, inputs, torch.device(kind), names)
+    routed = _routed(run, inputs, torch.device(device), mixed)
 
     def measured(name: str, kind: str, cost: LayerCost) -> LayerCost:
         if cost.experts is None or (name, kind) not in routed:
@@ -83,15 +85,15 @@ def with_routing(
     }
 
 
-def routed_rows(
-    run: Run, inputs: ModelInputs, device: torch.device, modules: list[str]
-) -> dict[tuple[str, str], tuple[Routed, ...]]:
-    """Return the routing by modality, by module and kind of layer."""
+def _routed(
+    run: Run, inputs: ModelInputs, device: torch.device, mixed: Collection[Kind]
+) -> dict[Kind, tuple[Routed, ...]]:
+    """Return the routing of these kinds of layers, by modality."""
     table = layer_table(run)
-    last = max(number for number, info in enumerate(table) if info.module in modules)
+    last = max(number for number, info in enumerate(table) if (info.module, info.kind) in mixed)
     table = table[: last + 1]
     batch, items_R = _batch(run, inputs, table, device)
-    counts: dict[tuple[str, str], list[dict[str, Ints]]] = {}
+    counts: dict[Kind, list[dict[str, Ints]]] = {}
     state: dict[str, Tensor] = {}
     for number, info in enumerate(table):
         (layer,) = build_layers(run, number, number + 1, device, _dtype(run))
@@ -107,15 +109,14 @@ def routed_rows(
         kept = {name for later in table[number + 1 :] for name in later.reads}
         state = {name: tensor for name, tensor in state.items() if name in kept}
         if layer.experts is not None and all(len(index) == len(items_R) for index in chosen):
-            total = layer.experts[0]
-            index_RK = np.concatenate(chosen, axis=1)
+            total, index_RK = layer.experts[0], np.concatenate(chosen, axis=1)
             of_items = {
                 item: by_sequence(index_RK, items_R == item, total)
                 for item in np.unique(items_R).tolist()
             }
             counts.setdefault((info.module, info.kind), []).append(of_items)
     return {
-        key: tuple(
+        kind: tuple(
             Routed(
                 item,
                 float((items_R == item).mean()),
@@ -124,7 +125,7 @@ def routed_rows(
             )
             for item in layers[0]
         )
-        for key, layers in counts.items()
+        for kind, layers in counts.items()
     }
 
 
