@@ -34,6 +34,8 @@ from disttrain_cli.models.layer import EMBEDS, LOSS_PREFIX, Batch, PipelineLayer
 from disttrain_cli.models.levelling import runs_of
 from disttrain_cli.models.library_decoder import Offsets, Store, library_decoder
 from disttrain_cli.models.library_frame import Arguments, Frame, Place, Spans, Tail
+from disttrain_cli.models.library_whole import whole_of
+from disttrain_cli.models.own_kernels import adds_feed_forward
 from disttrain_cli.models.parallel import across, embed, gather, once, scatter, share, split
 from disttrain_cli.models.recurrent import documents, restart
 
@@ -138,7 +140,8 @@ class Embed(DecoderLayer):
             if items.rows is not None:  # tokens of other modalities have no embedding per layer
                 ids_R = ids_R.index_fill(0, items.rows, self._library.config.pad_token_id or 0)
         frame = self._frame(hidden_RD.device)
-        calls, entry = frame.run(hidden_RD[None], positions, ids_R[None, local])
+        rows = Segments([len(hidden_RD)], hidden_RD.device)  # their masks are not used
+        calls, entry = frame.run(hidden_RD[None], positions, rows, ids_R[None, local])
         made = {"hidden": entry.squeeze(0)}
         for number, inputs in enumerate(self._library.inputs):
             for place in inputs:
@@ -246,7 +249,7 @@ class Block(DecoderLayer):
             like = hidden_RD.new_zeros(()).expand(1, self._rows, hidden_RD.shape[-1])
             with torch.no_grad():
                 frame = self._frame(hidden_RD.device)
-                calls = frame.run(like, positions, segments=samples)[0]
+                calls = frame.run(like, positions, samples)[0]
             if self._sees_vision and (spans := _vision_spans(batch)):
                 calls = [
                     call.within(spans) if sees else call
@@ -304,7 +307,8 @@ class DeepBlock(Block):
 
     This is DeepStack (Meng et al. 2024, arXiv 2406.04334). Each rank of a TP group adds its own
     part of the features to its partial sums of the feed-forward, whose sum over the group is then
-    complete: no additional message, but none overlapped with GEMMs.
+    complete: no additional message, but none overlapped with GEMMs. Layers that scale their
+    feed-forward add the features after it.
     """
 
     row_by_row = False
@@ -315,7 +319,8 @@ class DeepBlock(Block):
         self.kind = f"{self.kind}.deepstack"
         self.features, self.reads = features, ("hidden", features)
         self._more: tuple[Tensor, Tensor] | None = None
-        self._completes = any(path.startswith(f"{FEED_FORWARD}.") for path in self.division)
+        sharded = any(path.startswith(f"{FEED_FORWARD}.") for path in self.division)
+        self._completes = sharded and adds_feed_forward(self.layer)
 
     def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
         images, given = batch.of("image"), state.get(self.features)
@@ -332,7 +337,7 @@ class DeepBlock(Block):
 
     def completed(self, path: str, made: Tensor) -> Tensor:
         """Return the feed-forward's partial sums, with the features added to its images' rows."""
-        if path != FEED_FORWARD or self._more is None:
+        if path != FEED_FORWARD or self._more is None or not self._completes:
             return made
         return with_rows_added(made.flatten(0, -2), *self._more)
 
@@ -359,7 +364,8 @@ class Head(DecoderLayer):
         library = library_decoder(config)
         self.norm, self.lm_head = library.norm(), library.head()
         self.published = {"norm": library.names["norm"], "lm_head": library.names["head"]}
-        self._tail = Tail(library)
+        whole = whole_of(config)
+        self._tail = Tail(whole or library.model, "model" if whole else library.base_name)
         if ties(config):
             self.tied = {"lm_head.weight": (f"{module}.embed", "embedding.weight")}
 

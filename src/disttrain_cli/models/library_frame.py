@@ -8,7 +8,7 @@ arguments (rotary factors, positions, masks as segments), and what precedes the 
 from __future__ import annotations
 
 import copy
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -132,8 +132,8 @@ class Frame:
         self,
         embeds_NLD: Tensor,
         positions_NL: Tensor,
+        segments: Segments,
         ids_NL: Tensor | None = None,
-        segments: Segments | None = None,
         *,
         as_ids: bool = False,
     ) -> tuple[list[Arguments], Tensor]:
@@ -141,16 +141,15 @@ class Frame:
 
         Args:
             positions_NL: [N, L], or [3, N, L] with M-RoPE.
-            ids_NL: token ids, which per-layer embeddings read.
             segments: of all rows, of which the library computes its masks (`masks`).
+            ids_NL: token ids, which per-layer embeddings read.
             as_ids: the embeddings enter as if looked up by the base model itself.
         """
         self._calls, self._entry = [], None
         more: dict[str, Any] = {}
         if self._reads_tokens:
             more = {"per_layer_inputs": getattr(self._base, TOKEN_INPUTS)(ids_NL, None)}
-        within = nullcontext() if segments is None else masks.within(segments)
-        with within, suppress(_Recorded):
+        with masks.within(segments), suppress(_Recorded):
             more["input_ids" if as_ids else "inputs_embeds"] = embeds_NLD
             self._base(position_ids=positions_NL, use_cache=False, **more)
         assert self._entry is not None
@@ -162,25 +161,35 @@ class Frame:
 class Tail:
     """The library's class after its final norm: head, logit scale, soft cap."""
 
-    def __init__(self, decoder: Any) -> None:
-        self._names, self._model = decoder.names, None
-        if decoder.has_head:
-            self._model = copy.copy(decoder.model)
-            self._base = _Given(decoder.base)
-            children = {**decoder.model._modules, decoder.prefix.rstrip("."): self._base}
-            self._model.__dict__["_modules"] = children
+    def __init__(self, model: Any, base: str) -> None:
+        """
+        Args:
+            model: the class with a head; if it has none, the head alone outputs logits.
+            base: name of its base model.
+        """
+        self._head, self._model = head_name(model), None
+        if self._head is not None:
+            self._model = copy.copy(model)
+            self._base = _Given(getattr(model, base))
+            self._model.__dict__["_modules"] = {**model._modules, base: self._base}
 
     def __call__(self, normed_RD: Tensor, head: nn.Module) -> Tensor:
         """Return logits [R, V], or those of a vocabulary shard."""
         if self._model is None:
             logits: Tensor = head(normed_RD)
             return logits
-        self._model._modules[self._names["head"]] = head
+        self._model._modules[self._head] = head
         self._base.rows = normed_RD[None]
         try:
             return self._model(inputs_embeds=self._base.rows, use_cache=False).logits.squeeze(0)
         finally:
             self._base.rows = None
+
+
+def head_name(model: Any) -> str | None:
+    """Return the name of the linear that outputs a class's logits; None if it has none."""
+    head = model.get_output_embeddings()
+    return next((name for name, part in model.named_modules() if part is head), None)
 
 
 class _Given(nn.Module):
