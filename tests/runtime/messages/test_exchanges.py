@@ -27,7 +27,7 @@ Program = list[list[list[int]] | tuple[int, int]]
 
 
 def as_messages(record: Record) -> Record:
-    """The record with each exchange as NCCL starts it: a group of messages between pairs with rows."""
+    """The record with each exchange as NCCL starts it: grouped messages of pairs with rows."""
     operations: list[Operation] = []
     members = record.members
     for number, one in enumerate(record.operations):
@@ -44,7 +44,7 @@ def as_messages(record: Record) -> Record:
 
 
 def _records(program: Program, random_: random.Random, swaps: int) -> list[Record]:
-    """The ranks' operations in this order, with some neighbouring ones swapped on single ranks."""
+    """The ranks' operations in this order, some neighbouring ones swapped on single ranks."""
     records = [
         Record(rank, {"ep": tuple(range(RANKS)), "line": tuple(range(RANKS))})
         for rank in range(RANKS)
