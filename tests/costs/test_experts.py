@@ -90,12 +90,20 @@ def test_experts_are_divided_over_the_group_and_their_states_over_the_rest(
 
 
 def test_rows_are_exchanged_twice_a_pass_and_counts_once() -> None:
-    cost, links = PROFILE.modules["llm"].costs["block"], PROFILE.links
+    profile = balanced(PROFILE)
+    cost, links = profile.modules["llm"].costs["block"], profile.links
     work = PROFILE.modules["llm"].work_per_sequence
     rows = work.items * PROFILE.inputs.sequence_length
-    size = CHOSEN * WIDTH * {"fp32": 4, "bf16": 2}[PROFILE.precision] * rows / 2  # over TP 2
-    shape = ParallelShape(tp=2, ep=4)
-    forward, backward = exchanged_ms(PROFILE, "llm", cost, shape, "trained")
+    size = CHOSEN * WIDTH * {"fp32": 4, "bf16": 2}[PROFILE.precision] * rows / 2  # over CP 2
+    shape = ParallelShape(cp=2, ep=4)
+    forward, backward = (
+        skewed - alone
+        for skewed, alone in zip(
+            exchanged_ms(profile, "llm", cost, shape, "trained"),
+            exchanged_ms(profile, "llm", cost, ParallelShape(cp=2), "trained"),
+            strict=True,
+        )
+    )
     sent_s = exchange_s(links, size, 4, 4)
     assert backward(work) == pytest.approx(2e3 * sent_s)
     latency_ms = 1e3 * exchange_s(links, 0.0, 4, 4)

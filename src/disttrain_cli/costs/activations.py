@@ -120,7 +120,7 @@ def working_share(
         modules,
         shape,
         trained,
-        lambda _, cost, shape, does: experts.held_bytes(profile, cost, shape),
+        lambda name, *known: experts.held_bytes(profile, name, *known),
     )
     if shape.cp_comm_type != "all_gather":
         return share
@@ -266,7 +266,7 @@ def _saved_beyond_share(
 
     def row_bytes(name: str, cost: LayerCost, shape: ParallelShape, does: Backward) -> float:
         in_context = kept_bytes(profile, name, cost, shape, does)
-        return in_context + experts.kept_bytes(cost, shape, does)
+        return in_context + experts.kept_bytes(profile, name, cost, shape, does)
 
     return _by_own_rows(profile, modules, shape, trained, row_bytes)
 

@@ -1,17 +1,21 @@
 """Costs of expert parallelism, and the degrees that a unit may have.
 
 An EP group divides the experts of its ranks' layers: each rank holds 1/EP of them, and so many more
-ranks' rows arrive at each. All routing is taken to be even, so that experts compute as long as
-without a group. Additional costs are counted here: two exchanges per mixture and direction
-(dispatch and combine) and one of counts, with the copies around them, and the buffers of arrived
-rows. The host's wait for the counts is not priced.
+ranks' rows arrive at each. Additional costs are counted here: two exchanges per mixture and
+direction (dispatch and combine) and one of counts, with the copies around them, and the buffers of
+arrived rows. The host's wait for the counts is not priced.
+
+Rows do not arrive evenly (`costs.routing`). All ranks of a group wait for the one with most rows in
+every layer, so exchanges and experts take as long as on that rank, in expectation. Experts' time is
+their share of a layer's by FLOPs. Memory is that of the fullest rank at a quantile: of the sum over
+a stage's mixtures for saved activations, of the worst mixture for what a pass holds in addition.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from disttrain_cli.costs import context
+from disttrain_cli.costs import context, routing
 from disttrain_cli.costs.context import NOTHING, VALUE_BYTES, by_rows
 from disttrain_cli.costs.freezing import Backward
 from disttrain_cli.costs.hardware import moved_s
@@ -21,6 +25,8 @@ from disttrain_cli.spec.shape import ParallelShape
 
 #: Copies of a row, each read and written, around an exchange: laid out by rank, and back.
 COPIES = 2.0
+#: Fewest stages over which the mixtures of a module are taken to be distributed.
+STAGES = 8
 
 
 def misfit(profile: Profile, modules: Iterable[str], shape: ParallelShape) -> str | None:
@@ -60,9 +66,10 @@ def own_trained(profile: Profile, name: str, kind: str, shape: ParallelShape) ->
 def exchanged_ms(
     profile: Profile, name: str, cost: LayerCost, shape: ParallelShape, does: Backward
 ) -> tuple[Polynomial, Polynomial]:
-    """Return the times that messages of CP and EP groups add to a layer's forward and backward.
+    """Return the times that CP and EP groups add to a layer's forward and backward.
 
-    By the work of a replica; the messages may cross nodes.
+    They are those of their messages, which may cross nodes, and experts' on the rank of an EP group
+    with most rows beyond the mean. By the work of a replica.
     """
     in_context = context.exchanged_ms(profile, name, cost, shape, does)
     if shape.ep == 1 or cost.experts is None:
@@ -75,15 +82,86 @@ def exchanged_ms(
     )
     moved = 2.0 * COPIES * moved_s(profile.device, profile.precision, size)
     row_s = 2.0 * size * (byte_s - latency_s) + moved
-    once = by_rows(profile, name, 2.0 * latency_s, row_s)
-    forward = combine((1.0, once), (1e3 * latency_s, Polynomial(base=1.0)))  # counts
+    load = routing.slowest(cost.experts, ep=shape.ep, rows=_sent_rows(profile, name, shape))
+    once = by_rows(profile, name, 2.0 * latency_s, load * row_s)
+    waiting, gradient = _computing_ms(profile, name, cost, shape, does)
+    forward = combine(
+        (1.0, once), (1e3 * latency_s, Polynomial(base=1.0)), (load - 1.0, waiting)
+    )  # with counts
     backward = (
-        NOTHING if does == "still" else combine((1.0, once), (float(shape.recompute), forward))
+        NOTHING
+        if does == "still"
+        else combine((1.0, once), (load - 1.0, gradient), (float(shape.recompute), forward))
     )
     return (
         combine((1.0, in_context[0]), (1.0, forward)),
         combine((1.0, in_context[1]), (1.0, backward)),
     )
+
+
+def _computing_ms(
+    profile: Profile, name: str, cost: LayerCost, shape: ParallelShape, does: Backward
+) -> tuple[Polynomial, Polynomial]:
+    """Return the times of a rank's experts in a layer's forward and backward at equal loads.
+
+    They are their shares of the layer's by FLOPs at the data's mean work, without fixed times. By
+    the work of a replica.
+    """
+    assert cost.experts is not None
+    shard, mean = cost.tp[str(shape.tp)], profile.modules[name].work_per_sequence
+    rows = context.rows(profile, name, mean) * cost.experts.chosen / cost.experts.total
+    held, trained = float(cost.experts.parameters), float(cost.experts.trained)
+    passes = [(shard.forward_ms, cost.forward_flops, held)]
+    if does == "trained":
+        passes.append((shard.backward_ms, cost.backward_flops, held + trained))
+    elif does == "passes":
+        passes.append((shard.backward_input_ms, cost.backward_input_flops, held))
+    times = [
+        combine((min(1.0, 2.0 * rows * numbers / max(1.0, flops(mean))) / shape.cp, time))
+        for time, flops, numbers in passes
+    ]
+    forward, backward = (each.model_copy(update={"base": 0.0}) for each in [*times, NOTHING][:2])
+    return forward, backward
+
+
+def _sent_rows(profile: Profile, name: str, shape: ParallelShape) -> float:
+    """Return the rows of a mean sequence on a rank: the fewest that a microbatch has."""
+    mean = profile.modules[name].work_per_sequence
+    return max(1.0, context.rows(profile, name, mean) / shape.tp_cp_size)
+
+
+def kept_load(profile: Profile, name: str, cost: LayerCost, shape: ParallelShape) -> float:
+    """Return the rows that the mixtures of a stage save on a group's fullest rank over their mean.
+
+    It has an equal part of its module's mixtures, of `STAGES` stages at least: the search prices
+    layers before it knows their stage, and fewer mixtures are less even.
+    """
+    assert cost.experts is not None
+    stages = max(STAGES, shape.pp)
+    return routing.fullest(
+        cost.experts,
+        ep=shape.ep,
+        rows=_sent_rows(profile, name, shape),
+        layers=max(1, _mixtures(profile, name) // stages),
+    )
+
+
+def working_load(profile: Profile, name: str, cost: LayerCost, shape: ParallelShape) -> float:
+    """Return the rows of the mixture with most rows on one rank over the mean, in a stage."""
+    assert cost.experts is not None
+    mixtures = max(1, -(-_mixtures(profile, name) // shape.pp))
+    return routing.fullest(
+        cost.experts,
+        ep=shape.ep,
+        rows=_sent_rows(profile, name, shape),
+        quantile=1.0 - (1.0 - routing.QUANTILE) / mixtures,
+    )
+
+
+def _mixtures(profile: Profile, name: str) -> int:
+    """Return the number of a module's layers with experts."""
+    module = profile.modules[name]
+    return sum(module.costs[kind].experts is not None for kind in module.layers)
 
 
 def exchanged_bytes(
@@ -96,21 +174,44 @@ def exchanged_bytes(
     return passes * 2.0 * ring_bytes("all_to_all", _row_bytes(profile, cost.experts), shape.ep)
 
 
-def kept_bytes(cost: LayerCost, shape: ParallelShape, does: Backward) -> float:
+def kept_bytes(
+    profile: Profile, name: str, cost: LayerCost, shape: ParallelShape, does: Backward
+) -> float:
     """Return the bytes per row of its TP group that a rank saves because of its EP group.
 
-    They are the positions of its rows among those sent, and the reverse.
+    They are the positions of its rows among those sent, and the reverse, and what experts save for
+    rows beyond the mean.
     """
     if shape.ep == 1 or cost.experts is None or does == "still":
         return 0.0
-    return 2.0 * 8.0 * cost.experts.chosen / shape.tp
+    more = kept_load(profile, name, cost, shape) - 1.0
+    each = 2.0 * 8.0 + more * _saved_bytes(cost.experts, does)
+    return each * cost.experts.chosen / shape.tp
 
 
-def held_bytes(profile: Profile, cost: LayerCost, shape: ParallelShape) -> float:
-    """Return the bytes per row of its TP group of arrived rows, and of results to be returned."""
+def held_bytes(
+    profile: Profile, name: str, cost: LayerCost, shape: ParallelShape, does: Backward
+) -> float:
+    """Return the bytes per row of its TP group that a rank holds in a pass because of its EP group.
+
+    They are arrived rows and results to be returned, and what experts hold for rows beyond the
+    mean, beyond `kept_bytes`.
+    """
     if shape.ep == 1 or cost.experts is None:
         return 0.0
-    return 2.0 * _row_bytes(profile, cost.experts) / shape.tp
+    load = working_load(profile, name, cost, shape)
+    saved = (load - kept_load(profile, name, cost, shape)) * _saved_bytes(cost.experts, does)
+    working = (load - 1.0) * cost.experts.working_bytes + saved
+    return (2.0 * load * _row_bytes(profile, cost.experts) + working * cost.experts.chosen) / (
+        shape.tp
+    )
+
+
+def _saved_bytes(experts: Experts, does: Backward) -> float:
+    """Return the bytes per arrived row that experts save from forward to backward."""
+    if does == "still":
+        return 0.0
+    return experts.kept_bytes if does == "trained" else experts.frozen_kept_bytes
 
 
 def _row_bytes(profile: Profile, experts: Experts) -> float:

@@ -100,7 +100,7 @@ def known_parts(
             {tp: kinds[kind] for tp, kinds in running.items()},
             {tp: kinds[kind] for tp, kinds in hidden.items() if kind in kinds},
             None if (heads := shards[1][kind].exchanged) is None else Heads(*heads),
-            _experts(shards[1][kind]),
+            _experts(shards[1][kind], running[1][kind]),
             shards[1][kind].fused_heads,
             frozen_projection(shards[1][kind]),
         )
@@ -108,15 +108,17 @@ def known_parts(
     }
 
 
-def _experts(layer: PipelineLayer) -> Experts | None:
+def _experts(layer: PipelineLayer, running: Running) -> Experts | None:
     """Return the experts of a layer that an EP group may divide, if it has any."""
     if layer.experts is None:
         return None
+    assert running.expert_row is not None
     weights = dict(expert_weights(layer))
     return Experts(
         *layer.experts,
         sum(weight.numel() for weight in weights.values()),
         sum(weight.numel() for path, weight in weights.items() if layer.trains(path)),
+        *running.expert_row,
     )
 
 

@@ -10,12 +10,13 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from disttrain_cli.models.experts import mixtures
 from disttrain_cli.models.footprint import Footprint, Message, Noted, Operation, footprint
 from disttrain_cli.models.graph import LayerInfo, build_layers, describe, layer_table, of_model
 from disttrain_cli.models.layer import Batch, PipelineLayer
@@ -30,6 +31,8 @@ from disttrain_cli.spec.runfile import Run
 from disttrain_cli.spec.work import Work
 
 Sizes = dict[str, Any]
+#: Rows per expert at which its bytes per row are recorded.
+ROWS = (64, 128)
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,14 @@ class Messages:
 
     counts: Mapping[Operation, int] = field(default_factory=dict)
     bytes: Mapping[Operation, Polynomial] = field(default_factory=dict)
+
+
+class ExpertRow(NamedTuple):
+    """Bytes of a row that arrives at an expert."""
+
+    kept: float  # from forward to backward
+    frozen_kept: float
+    working: float  # peak of either pass beyond that
 
 
 @dataclass(frozen=True)
@@ -61,6 +72,7 @@ class Running:
     forward: Messages = field(default_factory=Messages)
     backward: Messages = field(default_factory=Messages)
     backward_input: Messages = field(default_factory=Messages)  # with frozen weights
+    expert_row: ExpertRow | None = None  # of its mixtures, if it has any
     # a backward that runs the forward again first
     recomputing: Messages = field(default_factory=Messages)
     # the same where its messages are overlapped with GEMMs
@@ -175,7 +187,7 @@ def _running(
         split_transient_bytes=fit(probes.works, [one.transient_bytes for one in trained.split]),
     )
     if tp == 1:
-        return running, trained
+        return replace(running, expert_row=_expert_row(layer, probes.dtype)), trained
     backward = _messages(probes.works, [one.backward for one in trained.kept])
     return replace(
         running,
@@ -184,6 +196,49 @@ def _running(
         backward_input=backward,
         recomputing=_messages(probes.works, [one.forward + one.backward for one in trained.kept]),
     ), trained
+
+
+def _expert_row(layer: PipelineLayer, dtype: torch.dtype) -> ExpertRow | None:
+    """Record the bytes per row of a layer's mixtures, run as on a rank of an EP group."""
+    if layer.experts is None:
+        return None
+    total, _, width = layer.experts
+    parts = [cast(PipelineLayer, _Arrived(part)) for _, part in mixtures(layer)]
+
+    def bytes_per_row(frozen: bool) -> tuple[float, float]:
+        layer.ask_for_gradients(not frozen)
+        few, many = (
+            [
+                footprint(part, {"rows": rows.requires_grad_()}, Batch())
+                for part in parts
+                for rows in [torch.empty(total * each, width, device="meta", dtype=dtype)]
+            ]
+            for each in ROWS
+        )
+        more = total * (ROWS[1] - ROWS[0])
+        return (
+            max(b.kept_bytes - a.kept_bytes for a, b in zip(few, many, strict=True)) / more,
+            max(b.transient_bytes - a.transient_bytes for a, b in zip(few, many, strict=True))
+            / more,
+        )
+
+    (frozen_kept, _), (kept, working) = bytes_per_row(True), bytes_per_row(False)
+    return ExpertRow(kept, frozen_kept, working)
+
+
+class _Arrived(nn.Module):
+    """Mixture with rows that arrived for its experts, one each."""
+
+    group = None
+
+    def __init__(self, experts: nn.Module) -> None:
+        super().__init__()
+        self.experts: Any = experts
+
+    def forward(self, state: Mapping[str, Tensor], batch: Batch) -> dict[str, Tensor]:
+        rows = state["rows"]
+        index = torch.zeros(len(rows), 1, dtype=torch.int64, device=rows.device)
+        return {"rows": self.experts(rows, index, rows.new_ones(len(rows), 1))}
 
 
 def _shared(layer: PipelineLayer, index: int, probes: Probes, run: Run, *, tp: int) -> Running:

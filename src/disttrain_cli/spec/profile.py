@@ -185,6 +185,21 @@ class Heads(NamedTuple):
     width: int
 
 
+class Routed(NamedTuple):
+    """Measured routing of one modality's rows in the layers of a kind."""
+
+    item: str  # modality, or "text"
+    share: float  # of the data's rows
+    # variance of an expert's rows in a sequence over that of independent rows
+    dispersion: float
+    # by layer in order, each expert's share of the chosen, in `ROUTED` parts
+    layers: tuple[str, ...]
+
+
+#: Parts in which shares of experts are stored, as whole numbers between spaces.
+ROUTED = 100_000
+
+
 class Experts(NamedTuple):
     """Experts of a layer, which ranks of an EP group may divide."""
 
@@ -193,6 +208,12 @@ class Experts(NamedTuple):
     width: int  # numbers of a row
     parameters: int  # of all of them
     trained: int  # of these, that are trained if the layer is
+    # bytes per row that arrives at an expert: saved if the layer is trained, or frozen, and the
+    # peak of further ones in a pass
+    kept_bytes: float = 0.0
+    frozen_kept_bytes: float = 0.0
+    working_bytes: float = 0.0
+    routed: tuple[Routed, ...] = ()  # by modality; empty if not measured
 
 
 class LayerCost(Strict):
@@ -223,7 +244,9 @@ class LayerCost(Strict):
         description=(
             "For a mixture whose experts may be divided over ranks (EP): number of experts, of"
             " those that a token chooses, width of a row, number of parameters of all experts, and"
-            " of those that are trained if the layer is."
+            " of those that are trained if the layer is; bytes per row at an expert, saved if the"
+            " layer is trained, if it is frozen, and the peak of further ones; measured routing by"
+            " modality, share of the rows, dispersion, and experts' shares by layer."
         ),
     )
     fused_heads: bool = Field(
