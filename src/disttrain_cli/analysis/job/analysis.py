@@ -257,7 +257,9 @@ def _straggle(
     losses, suspects = split_losses(graph, why), own_suspects(graph, why, where)
     planned = job is not None and not moved_on and can_replan(record_of(database, graph))
     layouts = gains(database, graph, why, moved_on)
+    waited = beside(graph, held_up(graph))
     findings, state = _causes(graph, suspects, job, planned)
+    findings = named(findings, loads, waited)
     helps = remedies(database, graph, suspects, layouts, [one for one in findings if one.regained])
     if planned:
         leaving = left_out(database, graph, why, findings, where)
@@ -271,7 +273,6 @@ def _straggle(
         database.warnings.append(
             f"the replay leaves {100 * unexplained:.0f} % of a step unexplained"
         )
-    waited = beside(graph, held_up(graph))
     record = Record(
         losses=losses,
         where=where,
@@ -303,7 +304,6 @@ def _straggle(
         lambda some: replayed(graph, state) - replayed(graph, mend(state, some)),
         [one for one in suspects if planned and is_split(one)],
     )
-    findings = named(findings, loads, waited)
     return (
         stragglers_of(losses),
         judge(record, findings),

@@ -12,6 +12,8 @@ import math
 import numpy as np
 
 from disttrain_cli.costs.activations import WHOLE, worst_mix, worst_work
+from disttrain_cli.costs.experts import kept_load, working_load
+from disttrain_cli.costs.layout import stages_of
 from disttrain_cli.data.ordering.assigning import by_owner
 from disttrain_cli.data.ordering.levelling import dealt
 from disttrain_cli.data.slots import (
@@ -27,6 +29,7 @@ from disttrain_cli.spec.heads import Head, TargetInput
 from disttrain_cli.spec.index import KINDS
 from disttrain_cli.spec.plan import Layout, UnitPlan
 from disttrain_cli.spec.profile import Profile
+from disttrain_cli.spec.stage_graph import Stage
 from disttrain_cli.spec.work import Work
 
 
@@ -120,6 +123,23 @@ def sample_lengths(profile: Profile) -> list[int]:
         1, math.ceil(int(profile.inputs.length_sq(tokens)) / max(1.0, worst.sum_length_sq))
     )
     return np.diff(np.arange(samples + 1) * tokens // samples).tolist()
+
+
+def expert_loads(profile: Profile, layout: Layout, stage: Stage) -> list[float]:
+    """Return, by layer of a stage, the rows at the fullest rank of an EP group over their mean.
+
+    They are those for which memory is priced: the last mixture, in whose backward all saved rows of
+    the slot are still there, has the most rows of any.
+    """
+    held = [
+        (profile, module, profile.modules[module].costs[kind], stage.unit.shape)
+        for module, kind, _ in stages_of(profile, layout)[stage.number].held
+    ]
+    loads = [1.0 if known[2].experts is None else kept_load(*known) for known in held]
+    mixtures = [number for number, (_, _, cost, _) in enumerate(held) if cost.experts is not None]
+    if mixtures:
+        loads[mixtures[-1]] = working_load(*held[mixtures[-1]])
+    return loads
 
 
 class _Items:
