@@ -111,12 +111,12 @@ def run_steps(
         engine.tracer,
     )
     traced = (task.dir.traces, task.name, task.say)
+    kept_steps = run.file.train.keep_trace_steps
     writers = steps, sizes, samples, experts = (
         step_writer(*traced),
-        *(
-            writer(*traced, run.file.train.keep_trace_steps)
-            for writer in (size_writer, sample_writer, expert_writer)
-        ),
+        size_writer(*traced, kept_steps),
+        sample_writer(*traced, kept_steps),
+        expert_writer(*traced, kept_steps),
     )
     table = layer_table(run)
     step, last, stopped, warned = task.first, task.last, "", False
