@@ -67,9 +67,9 @@ def test_groups_wait_for_their_fullest_rank_whoever_computes_it(made: Made) -> N
     ):
         assert both.shape == (SLOTS, DP) and (both[:, 0] == both[:, 1]).all()
         assert (both[:, EP:] == second).all()  # of the process with the second group
-        assert len(np.unique(both)) == SLOTS * DP // EP
+        assert len(np.unique(both)) > SLOTS  # drawn for every slot and group
     again = added_s(profile, stage, loads, 7, 4, range(DP // EP))["llm"]
-    assert (again[0] != whole[0]).all()
+    assert (again[0] != whole[0]).any()
 
 
 def test_rows_of_a_group_are_all_that_its_ranks_send(made: Made) -> None:
