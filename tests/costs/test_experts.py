@@ -10,6 +10,7 @@ from disttrain_cli.costs.layout import optimizer_s, reduce_s, replica_ms, stages
 from disttrain_cli.costs.links import all_reduce_s, exchange_s
 from disttrain_cli.costs.memory import GIB, bytes_per_parameter, layout_memory
 from disttrain_cli.costs.overlap import hidden
+from disttrain_cli.costs.routing import QUANTILE, balanced, drawn, slowest
 from disttrain_cli.planning.traffic import traffic_of
 from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.profile import Experts, Profile
@@ -90,28 +91,90 @@ def test_experts_are_divided_over_the_group_and_their_states_over_the_rest(
 
 
 def test_rows_are_exchanged_twice_a_pass_and_counts_once() -> None:
-    profile = balanced(PROFILE)
+    profile, shape = balanced(PROFILE), ParallelShape(ep=4)
     cost, links = profile.modules["llm"].costs["block"], profile.links
-    work = PROFILE.modules["llm"].work_per_sequence
-    rows = work.items * PROFILE.inputs.sequence_length
-    size = CHOSEN * WIDTH * {"fp32": 4, "bf16": 2}[PROFILE.precision] * rows / 2  # over CP 2
-    shape = ParallelShape(cp=2, ep=4)
-    forward, backward = (
-        skewed - alone
-        for skewed, alone in zip(
-            exchanged_ms(profile, "llm", cost, shape, "trained"),
-            exchanged_ms(profile, "llm", cost, ParallelShape(cp=2), "trained"),
-            strict=True,
-        )
-    )
+    work = profile.modules["llm"].work_per_sequence
+    rows = work.items * profile.inputs.sequence_length
+    size = CHOSEN * WIDTH * {"fp32": 4, "bf16": 2}[profile.precision] * rows
+    forward, backward = exchanged_ms(profile, "llm", cost, shape, "trained")
     sent_s = exchange_s(links, size, 4, 4)
     assert backward(work) == pytest.approx(2e3 * sent_s)
     latency_ms = 1e3 * exchange_s(links, 0.0, 4, 4)
     assert forward(work) - backward(work) == pytest.approx(latency_ms)
-    still = exchanged_ms(PROFILE, "llm", cost, shape, "still")
+    still = exchanged_ms(profile, "llm", cost, shape, "still")
     assert still[0] == forward and still[1](work) == 0.0
-    none = exchanged_ms(PROFILE, "llm", cost, ParallelShape(tp=2), "trained")
+    none = exchanged_ms(profile, "llm", cost, ParallelShape(), "trained")
     assert [part(work) for part in none] == [0.0, 0.0]
+
+
+def test_a_group_waits_for_the_rank_with_most_rows() -> None:
+    shape, work = ParallelShape(ep=4), PROFILE.modules["llm"].work_per_sequence
+    cost = PROFILE.modules["llm"].costs["block"]
+    load = slowest(cost.experts, ep=4, rows=work.items * PROFILE.inputs.sequence_length)
+    assert load > 1.1
+    even, skewed = (
+        exchanged_ms(profile, "llm", profile.modules["llm"].costs["block"], shape, "trained")
+        for profile in (balanced(PROFILE), PROFILE)
+    )
+    # rows of exchanges, and experts, three quarters of the layer's parameters and FLOPs
+    computing = cost.tp["1"].forward_ms, cost.tp["1"].backward_ms
+    latency_ms = 1e3 * exchange_s(PROFILE.links, 0.0, 4, 4)
+    for before, after, time, latencies in zip(even, skewed, computing, (3, 2), strict=True):
+        experts_ms = (
+            after(work) - before(work) - (load - 1) * (before(work) - latencies * latency_ms)
+        )
+        assert 0 < experts_ms < (load - 1) * (time(work) - time.base)
+
+
+def held_by_rows() -> Profile:
+    """The profile, with bytes that experts save and hold for each of their rows."""
+    bytes_of_row = {"kept_bytes": 4e4, "frozen_kept_bytes": 2e4, "working_bytes": 5e4}
+    llm = PROFILE.modules["llm"]
+    experts = llm.costs["block"].experts
+    assert experts is not None
+    block = llm.costs["block"].model_copy(update={"experts": experts._replace(**bytes_of_row)})
+    costs = {"costs": llm.costs | {"block": block}}
+    modules = PROFILE.modules | {"llm": llm.model_copy(update=costs)}
+    return PROFILE.model_copy(update={"modules": modules})
+
+
+def test_of_200_routings_no_more_than_stated_need_more_than_the_priced_memory() -> None:
+    profile, given = held_by_rows(), over(4)
+    experts = profile.modules["llm"].costs["block"].experts
+    assert experts is not None
+    even, skewed = (
+        [row for row in layout_memory(one, given, 1e3) if row.unit == "l"]
+        for one in (balanced(profile), profile)
+    )
+    stages = [stage for stage in stages_of(profile, given) if stage.unit.name == "l"]
+    rows = profile.inputs.sequence_length
+    buffers = 2 * WIDTH * {"fp32": 4, "bf16": 2}[profile.precision]
+    for before, after, stage in zip(even, skewed, stages, strict=True):
+        mixtures = sum(kind == "block" for _, kind, _ in stage.held)
+        slots = min(given.microbatches, stage.to_end)
+        priced = (
+            after.activations_gib
+            + after.transient_gib
+            - before.activations_gib
+            - before.transient_gib
+        ) * GIB
+        above = 0
+        for seed in range(200):
+            arrived = drawn(experts, seed, ep=4, rows=rows, layers=mixtures).sum(axis=1)
+            more = arrived - rows * CHOSEN
+            saved = slots * experts.kept_bytes * more.sum(axis=0)
+            held = (experts.working_bytes + buffers) * more.max(axis=0)
+            above += bool((saved + held).max() > priced)
+        assert above <= 200 * (1 - QUANTILE), (above, mixtures)
+        assert (saved + held).max() > 0.1 * priced
+
+
+def test_without_a_group_memory_is_as_before() -> None:
+    profile = held_by_rows()
+    assert layout_memory(profile, over(1), 1e3) == layout_memory(PROFILE, over(1), 1e3)
+    assert stages_of(profile, over(1))[-1].costs[0].forward_ms.tolist() == (
+        stages_of(balanced(profile), over(1))[-1].costs[0].forward_ms.tolist()
+    )
 
 
 def test_gradients_of_experts_are_reduced_over_those_with_the_same() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from disttrain_cli.costs.routing import QUANTILE, balanced
 from disttrain_cli.planning.explain import (
     Explanation,
     differences,
@@ -13,12 +14,13 @@ from disttrain_cli.planning.explain import (
     not_measured_sentence,
     time_parts,
 )
-from disttrain_cli.planning.predict import simulated_step
+from disttrain_cli.planning.predict import predict, simulated_step
 from disttrain_cli.planning.solve import cluster_of, solve
 from disttrain_cli.planning.units import units_of
 from disttrain_cli.spec.plan import Layout, Plan, UnitPlan
 from disttrain_cli.spec.profile import Measuring, Profile
 from disttrain_cli.spec.runfile import RunFile
+from tests.costs.test_experts import over, with_experts
 from tests.planning import synthetic
 
 Made = tuple[RunFile, Profile, Plan, Explanation]
@@ -53,6 +55,25 @@ def test_parts_of_the_time_add_up_to_the_step(made: Made) -> None:
     ]
     assert parts["steady"] > 0 and parts["gradient reduction"] >= -1e-12
     assert why.sentences[0].startswith("Time") and "steady" in why.sentences[0]
+
+
+def test_a_step_with_experts_over_ranks_has_its_skew_and_its_balance() -> None:
+    run = synthetic.run_file(batch=over(4).global_batch_size, gpus=16)
+    profile = with_experts(synthetic.tiny(run, kind="cuda"))
+    plan, _ = explained(run, profile, top=0)
+    layout, cluster = over(4), cluster_of(run, profile)
+    units = units_of(profile, cluster, layout)
+    predicted = predict(units, layout, cluster)
+    assert predicted.routing_quantile == QUANTILE
+    assert predicted.balanced_s and predicted.balanced_s < predicted.iteration_s
+    even = predict(units_of(balanced(profile), cluster, layout), layout, cluster)
+    assert even.iteration_s == even.balanced_s == predicted.balanced_s
+    other = plan.model_copy(update={"plan": layout, "predicted": predicted, "baselines": {}})
+    step = simulated_step(profile, layout, cluster)
+    (said,) = (one for one in explain(other, units, step).sentences if one.startswith("Experts"))
+    assert "assumed skew" in said and "99 % of routings" in said
+    alone = predict(units_of(profile, cluster, over(1)), over(1), cluster)
+    assert alone.balanced_s is None and alone.routing_quantile is None
 
 
 def test_no_part_is_negative_where_devices_are_not_shared() -> None:

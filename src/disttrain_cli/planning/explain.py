@@ -133,6 +133,7 @@ def explain(plan: Plan, units: list[Unit], step: Step, more: Sequence[str] = ())
         _binding_sentence(shares, slowest),
         _memory_sentence(predicted, fullest, plan.plan),
         _waiting_sentence(predicted),
+        *_routing_sentences(profile, plan.plan, predicted),
         *([idle] if (idle := idle_sentence(plan.plan, profile.inputs.llm, cluster.gpus)) else []),
         *([left] if (left := not_measured_sentence(profile, cluster.gpus)) else []),
         *more,
@@ -251,6 +252,28 @@ def _time_sentence(predicted: Prediction, parts: list[TimePart]) -> str:
             )
     costs = "" if predicted.expected_s is None else " at the profile's costs"
     return f"Time      {_s(predicted.iteration_s)} per step{costs} = {' '.join(words)}."
+
+
+def _routing_sentences(profile: Profile, layout: Layout, predicted: Prediction) -> list[str]:
+    """Return a sentence about the skew of routing, if a unit has expert parallelism."""
+    if predicted.balanced_s is None or predicted.routing_quantile is None:
+        return []
+    measured = all(
+        cost.experts.routed
+        for unit in layout.units
+        if unit.ep > 1
+        for name in unit.modules
+        for cost in profile.modules[name].costs.values()
+        if cost.experts is not None
+    )
+    skew = "measured" if measured else "assumed"
+    slower_pct = 100 * (predicted.iteration_s / predicted.balanced_s - 1)
+    return [
+        f"Experts   {_s(predicted.iteration_s)} per step with the {skew} skew of routing,"
+        f" {_s(predicted.balanced_s)} with equally many rows at all experts ({slower_pct:+.1f} %);"
+        f" memory is enough for the fullest rank of {100 * predicted.routing_quantile:.4g} % of"
+        " routings."
+    ]
 
 
 def _binding_sentence(shares: list[UnitShare], slowest: UnitShare) -> str:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from disttrain_cli.costs.flops import mfu, peak_tflops
 from disttrain_cli.costs.layout import CostedStage, amount, stages_of
 from disttrain_cli.costs.memory import layout_memory
+from disttrain_cli.costs.routing import QUANTILE, balanced
 from disttrain_cli.planning.draws import Draws
 from disttrain_cli.planning.objective import layout_time
 from disttrain_cli.planning.traffic import preprocess_need, traffic_of
@@ -130,6 +131,7 @@ def predict(
         SpecError: the predicted MFU exceeds 100 %, so the profile's peak is wrong.
     """
     profile = units[0].profile
+    draws = draws or Draws(profile, cluster)
     steps = list(simulated_steps(profile, layout, cluster, draws=draws))
     stages = steps[0].stages
     iteration_s = float(np.mean([step.timeline.iteration_s for step in steps]))
@@ -155,11 +157,16 @@ def predict(
         if cost.module == llm
     )
     given = max(cluster.gpus, layout.gpus_used)
+    divided = any(unit.ep > 1 for unit in layout.units)
     mfu_used = mfu(done, iteration_s, profile.device, layout.gpus_used)
     return Prediction(
         layout=fingerprint(layout),
         ordering=cluster.ordering,
         iteration_s=iteration_s,
+        balanced_s=simulated_s(balanced(profile), layout, cluster, draws=draws)
+        if divided
+        else None,
+        routing_quantile=QUANTILE if divided else None,
         sequences_per_s=layout.global_batch_size / iteration_s,
         mfu=mfu(done, iteration_s, profile.device, given),
         mfu_causal=mfu(done - scores / 2, iteration_s, profile.device, given),

@@ -458,6 +458,20 @@ class Prediction(Strict):
             "Step time at the costs of the profile, by which layouts are ranked and compared."
         ),
     )
+    balanced_s: float | None = Field(
+        None,
+        description=(
+            "The same step simulated with equally many rows at all experts; `iteration_s` has the"
+            " skew of routing. None without expert parallelism."
+        ),
+    )
+    routing_quantile: float | None = Field(
+        None,
+        description=(
+            "Probability with which the memory of a stage is enough for the fullest rank of an EP"
+            " group; None without expert parallelism."
+        ),
+    )
     expected_s: float | None = Field(
         None,
         description=(
