@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from disttrain_cli.analysis.analyze import analyze, ask
 from disttrain_cli.analysis.causes import Finding
 from disttrain_cli.analysis.job.experts import expert_rows, named, rank_loads
 from disttrain_cli.analysis.result.rows import ExpertRow
 from disttrain_cli.analysis.result.verdicts import Place
+from disttrain_cli.analysis.watching.looking import look_once
 from disttrain_cli.spec.profile import Experts
 from disttrain_cli.spec.stage_graph import stage_graph
+from disttrain_cli.spec.trace import EXPERT_COLUMNS
+from tests.analysis.synthetic import Synthetic, table, write
 from tests.runtime.rehearsal.test_joining import layout
 
 EXPERTS, CHOSEN = 16, 2
@@ -68,3 +73,27 @@ def test_full_experts_explain_a_slow_rank_up_to_their_load(waited: float, cause:
     data = Finding("data", [Place(unit="llm")], gain, gain)
     found = named([finding, data], {2: 0.5, 3: 1.5}, {3: waited})
     assert [one.cause for one in found] == [cause, "data"]
+
+
+def test_recorded_rows_are_found_by_analyze_watch_and_sql(tmp_path: Path) -> None:
+    """Of the measured steps; a router that collapses is a finding of `watch`."""
+    spec = Synthetic(steps=10, dp=1, pp=1, slots=2)
+    write(tmp_path / "traces", spec)
+    rows = [
+        {"run": spec.run, "step": step, "module": "llm", "layer": layer, "rows": counts}
+        for step in range(spec.steps)
+        for layer, counts in ((1, [8, 8, 8, 8]), (2, [step, 60, 0, 0]))
+    ]
+    table(tmp_path / "traces" / "experts" / "segment-0.parquet", rows, EXPERT_COLUMNS)
+    even, collapsed = analyze([tmp_path]).experts
+    measured = range(2, spec.steps)  # without warm-up
+    assert even.rows == [8, 8, 8, 8] and not even.collapsed
+    assert collapsed.rows == [np.mean(measured), 60, 0, 0] and collapsed.collapsed
+    answer = ask([tmp_path], "SELECT step, rows[2] FROM experts WHERE layer = 2 AND step = 3")
+    assert answer.rows == [(3, 60)]
+    source = next((tmp_path / "traces" / "experts").glob("*"))  # `watch` reads those of one start
+    source.rename(source.with_name(f"segment-{spec.run}-00000.parquet"))
+    for file in tmp_path.glob("traces/[!e]*/segment-*"):
+        number = file.stem.removeprefix("segment-")
+        file.rename(file.with_name(f"segment-{spec.run}-{number}.parquet"))
+    assert look_once(tmp_path).row()["collapsed_routers"] == [2]
