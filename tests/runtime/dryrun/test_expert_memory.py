@@ -22,8 +22,8 @@ from tests.runtime.factory import plan_of
 RANKS, GIB = 4, 80.0
 #: Degrees on four ranks, and whether the unit recomputes.
 CASES: list[dict[str, Any]] = [
-    {"dp": 4},
     {"dp": 4, "ep": 4},
+    {"dp": 2, "tp": 2},
     {"dp": 2, "tp": 2, "ep": 4},
     {"dp": 2, "cp": 2, "ep": 2, "checkpointing": True},
 ]
@@ -31,11 +31,11 @@ CASES: list[dict[str, Any]] = [
 
 def _write(folder: Path) -> Run:
     config = {
-        "hidden_size": 512,
+        "hidden_size": 2048,
         "num_hidden_layers": 3,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 8,
-        "intermediate_size": 1024,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "intermediate_size": 4096,
         "vocab_size": 1024,
         "max_position_embeddings": 4096,
         "num_experts": 16,
@@ -50,7 +50,7 @@ def _write(folder: Path) -> Run:
         },
         "data": {
             "distribution": {"images_per_sequence": 0, "sequences": 50},
-            "sequence_length": 2048,
+            "sequence_length": 4096,
         },
         "cluster": {"nodes": 1, "gpus_per_node": RANKS, "device": "analytic:H100"},
         "train": {"global_batch_size": 8, "steps": 1, "precision": "bf16", "zero_stage": 1},

@@ -128,17 +128,21 @@ def sample_lengths(profile: Profile) -> list[int]:
 def expert_loads(profile: Profile, layout: Layout, stage: Stage) -> list[float]:
     """Return, by layer of a stage, the rows at the fullest rank of an EP group over their mean.
 
-    They are those for which memory is priced: the last mixture, in whose backward all saved rows of
-    the slot are still there, has the most rows of any.
+    Their mean over the mixtures is the load for which saved activations are priced. The last one,
+    in whose backward those of all others are still there, has that of the fullest mixture.
     """
     held = [
         (profile, module, profile.modules[module].costs[kind], stage.unit.shape)
         for module, kind, _ in stages_of(profile, layout)[stage.number].held
     ]
-    loads = [1.0 if known[2].experts is None else kept_load(*known) for known in held]
+    loads = [1.0] * len(held)
     mixtures = [number for number, (_, _, cost, _) in enumerate(held) if cost.experts is not None]
     if mixtures:
-        loads[mixtures[-1]] = working_load(*held[mixtures[-1]])
+        last, others = mixtures[-1], mixtures[:-1]
+        loads[last] = working_load(*held[last])
+        for number in others:
+            kept = kept_load(*held[number])
+            loads[number] = kept - (loads[last] - kept) / len(others)
     return loads
 
 
