@@ -26,6 +26,7 @@ from disttrain_cli.profiling.device import choose_kind, cpu_name, describe_devic
 from disttrain_cli.profiling.footprints import running
 from disttrain_cli.profiling.processes import Measured, Request, measure_in_processes
 from disttrain_cli.profiling.records import record_name, records_path, save
+from disttrain_cli.profiling.routing import with_routing
 from disttrain_cli.profiling.sizes import (
     draw_sizes,
     needed_draws,
@@ -124,6 +125,7 @@ def measure(
             trained,
             frozen,
         )
+    modules = with_routing(run, inputs, modules, kind, progress)
     measuring = Measuring(
         clock="cpu" if kind == "cpu" else "wall",
         budget_s=measured.budget_s,
