@@ -1,7 +1,7 @@
 # make run      the whole chain on a small real dataset: profile, plan, train, analyze
 # make test     the test suite (under 10 minutes on 2 cores)
 # make test-oldest  what touches torch, against the oldest version of it that serves, in an environment of its own
-# make test-slow  the full matrices, the chain as a user runs it, and the fault tests
+# make test-slow  the full matrices, the chain as a user runs it, and the fault tests (SHARE=2/3: the second third of them)
 # make test-all everything: also long runs of the benchmarks
 # make bench    the quick benchmarks (about 5 minutes; see benchmarks/README.md)
 # make check    ruff, mypy, import rules, docs completeness
@@ -14,6 +14,7 @@ PIP := $(BIN)/python -m pip install --quiet --no-input --disable-pip-version-che
 OLDEST := .venv-oldest
 OLDEST_TORCH := 2.11.0
 PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
+SHARE := 1/1
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: run test test-slow test-oldest test-all bench check docs clean
@@ -26,7 +27,7 @@ test: $(VENV)/.dev
 	$(PYTEST) -m "not slow and not benchmark"
 
 test-slow: $(VENV)/.dev
-	$(PYTEST) -m slow
+	$(PYTEST) -m slow --share $(SHARE)
 
 test-oldest: $(OLDEST)/.dev
 	$(OLDEST)/bin/python -m pytest -q -m "not slow and not benchmark" -n 2 --dist loadfile tests/models tests/runtime tests/profiling

@@ -38,8 +38,20 @@ LONGEST = {
 }
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--share", help="run share K of N of the files (K/N), as `make test-slow SHARE=2/3`"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.name not in LONGEST)
+    if share := config.getoption("--share"):
+        number, shares = map(int, share.split("/"))
+        files = list(dict.fromkeys(item.path for item in items))  # dealt like cards
+        chosen = set(files[number - 1 :: shares])
+        config.hook.pytest_deselected(items=[item for item in items if item.path not in chosen])
+        items[:] = [item for item in items if item.path in chosen]
 
 
 @pytest.hookimpl(wrapper=True)

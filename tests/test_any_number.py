@@ -277,6 +277,7 @@ def made() -> tuple[RunFile, Any, dict[str, Any]]:
     return run, profile, solve(run, profile, top=1).model_dump(mode="json")
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_any_damage_to_a_plan_is_taken_or_refused(

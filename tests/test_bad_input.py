@@ -379,6 +379,7 @@ def test_plans_that_do_not_fit(planned, refused, change, named):
     assert not (planned / "runs" / "tiny" / "traces").exists()
 
 
+@pytest.mark.slow
 def test_every_batch_has_a_plan(profiled, capsys):
     """A prime batch leaves the LLM one replica or as many as sequences; the plan says which."""
     edit(profiled / "disttrain.yaml", "global_batch_size: 4", "global_batch_size: 7")
@@ -484,6 +485,7 @@ def test_data_indexed_again_after_the_profile(planned, refused):
     assert index.fingerprint in said and was in said and "disttrain profile" in said
 
 
+@pytest.mark.slow
 def test_folders_that_cannot_be_written(profiled, refused, tmp_path):
     assert "runs/tiny" in refused("plan", profiled, "--out", profiled / "runs" / "tiny")
     assert "disttrain.yaml" in refused(

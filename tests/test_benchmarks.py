@@ -209,6 +209,7 @@ def test_frozen_costs_are_planned_and_their_waiting_is_counted():
     assert 0.5 < row["no waiting over step"] < 1 <= row["over the best megatron"]
 
 
+@pytest.mark.slow
 def test_published_models_gain_by_grouping():
     (row,) = next(iter(grouping.measure(small=True).values()))
     assert row["devices"] == 8 and row["more sequences/s, %"] > 16

@@ -11,6 +11,8 @@ from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
 
+import pytest
+
 from disttrain_cli import __version__
 from disttrain_cli.spec import extras
 
@@ -93,6 +95,7 @@ def test_extras_are_described_and_installed_by_what_is_published(monkeypatch):
     assert not [text for text in sources if re.search(r"install[^\n]*disttrain\[", text)]
 
 
+@pytest.mark.slow
 def test_a_wheel_runs_and_holds_what_messages_name(tmp_path):
     """Built and unpacked without an index, it answers for itself from another folder."""
     source, built = tmp_path / "source", tmp_path / "built"

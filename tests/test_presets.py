@@ -4,9 +4,11 @@ known."""
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
+from _pytest.mark import ParameterSet
 
 from disttrain_cli.api.presets import has_model, preset_names, preset_text, write_model_files
 from disttrain_cli.app import main
@@ -16,6 +18,7 @@ from disttrain_cli.data.indexing.building import open_index
 from disttrain_cli.data.packing import pack
 from disttrain_cli.models.graph import describe, layer_table
 from disttrain_cli.spec.runfile import Run, read_run
+from tests.cases import mostly_slow
 
 #: Parameters of the LLM in billions, as its makers count them.
 LLM_BILLIONS = {
@@ -84,7 +87,13 @@ GENERATOR_BILLIONS = {
 }
 
 
-@pytest.mark.parametrize("name", preset_names())
+def cases(names: Collection[str]) -> list[ParameterSet]:
+    """Return presets as parameters; those of large towers of the library are slow."""
+    whole = {"gemma4-31b", "glm-4.6v-flash", "qwen2.5-omni-7b", "qwen3.5-9b"}
+    return mostly_slow(names, *(name for name in names if name not in whole))
+
+
+@pytest.mark.parametrize("name", cases(preset_names()))
 def test_model_and_device(name: str, tmp_path: Path) -> None:
     run = preset(name, tmp_path)
     inputs, table = describe(run), layer_table(run)
@@ -103,7 +112,9 @@ def test_model_and_device(name: str, tmp_path: Path) -> None:
         assert analytic_device(device, run.file.cluster, run.file.train.precision).name == device
 
 
-@pytest.mark.parametrize("name", [name for name in preset_names() if not name.startswith("tiny")])
+@pytest.mark.parametrize(
+    "name", cases([one for one in preset_names() if not one.startswith("tiny")])
+)
 def test_data(name: str, tmp_path: Path) -> None:
     run = preset(name, tmp_path)
     asked, inputs = run.file.data.distribution, describe(run)

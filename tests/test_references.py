@@ -36,6 +36,7 @@ def names(module: Path) -> set[str]:
     return found
 
 
+@cache
 def prose(module: Path) -> str:
     """Docstrings and comments."""
     text = module.read_text()

@@ -12,6 +12,7 @@ from disttrain_cli.analysis.compare import compare
 from disttrain_cli.analysis.job.database import open_database
 from disttrain_cli.analysis.job.graph import build_graph
 from tests.analysis import synthetic
+from tests.cases import first_fast
 
 COMPUTE = ("forward", "backward")
 
@@ -148,7 +149,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("cause", FAULTS)
+@pytest.mark.parametrize("cause", first_fast(FAULTS, 3))
 def test_injected_faults_are_named(tmp_path, cause):
     fault, place = FAULTS[cause]
     truth = synthetic.write(tmp_path, synthetic.Synthetic(**fault))

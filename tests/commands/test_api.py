@@ -22,6 +22,7 @@ from disttrain_cli.spec.plan import read_plan
 from disttrain_cli.spec.profile import read_profile
 from disttrain_cli.spec.runfile import read_run
 from disttrain_cli.spec.whole import write_whole
+from tests.cases import first_fast
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -135,7 +136,7 @@ class Started(Exception):
     """The ranks would start now."""
 
 
-@pytest.mark.parametrize("profiled", [True, False])
+@pytest.mark.parametrize("profiled", first_fast([True, False]))
 def test_training_makes_the_profile_and_the_plan_that_a_run_of_this_machine_lacks(
     run_folder, monkeypatch, profiled
 ):

@@ -85,6 +85,7 @@ def test_the_chain_runs_with_prepared_latents_and_asks_for_them(demo, capsys, mo
     assert code == 0 and "Next: disttrain profile" in err
 
 
+@pytest.mark.slow
 def test_nothing_that_writes_to_stdout_is_imported():
     """DeepSpeed says there what device it found, in front of what --json prints."""
     code = "import sys, disttrain_cli.runtime.latents; print('deepspeed' in sys.modules)"

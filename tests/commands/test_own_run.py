@@ -14,6 +14,7 @@ from disttrain_cli.app import main
 from disttrain_cli.models.graph import describe
 from disttrain_cli.spec.runfile import read_run
 from tests import library_models
+from tests.cases import first_fast
 from tests.commands.test_init import init
 from tests.data.dataset import encoded, write_tar
 
@@ -63,12 +64,14 @@ def made(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("model", "data"),
-    [
-        ("llava", "talks.jsonl"),
-        ("llava", "sharegpt.json"),
-        ("llava", "pairs.tar"),
-        ("llm", "texts.jsonl"),
-    ],
+    first_fast(
+        [
+            ("llava", "talks.jsonl"),
+            ("llava", "sharegpt.json"),
+            ("llava", "pairs.tar"),
+            ("llm", "texts.jsonl"),
+        ]
+    ),
 )
 def test_a_run_file_for_what_is_there(made, tmp_path, capsys, monkeypatch, model, data):
     monkeypatch.chdir(made)

@@ -18,6 +18,7 @@ from disttrain_cli.spec.plan import read_plan
 from disttrain_cli.spec.prices import read_prices
 from disttrain_cli.spec.profile import read_profile
 from disttrain_cli.spec.runfile import read_run
+from tests.cases import mostly_slow
 
 
 def call(words, capsys):
@@ -153,6 +154,7 @@ def test_gpus_bounds_the_devices(run_folder, capsys):
     assert code == 0 and layout["gpus_used"] == 1 and len(layout["units"]) == 1
 
 
+@pytest.mark.slow
 def test_a_plan_for_more_devices_than_there_are_says_so(run_folder, capsys):
     code, out, err = call(["plan", run_folder, "--gpus", 12, "--top", 0, "--json"], capsys)
     used = json.loads(out)["plan"]["gpus_used"]
@@ -169,6 +171,7 @@ def test_no_room_in_memory_is_exit_3_and_names_the_limit(run_folder, capsys):
     assert code == 3 and out == "" and "memory" in err.lower() and "Next:" in err
 
 
+@pytest.mark.slow
 def test_a_margin_needs_no_other_profile_but_another_plan(planned, capsys):
     path = planned / "disttrain.yaml"
     text = path.read_text()
@@ -306,6 +309,7 @@ def test_a_plan_in_place_that_fits_no_more_is_said_to(planned, capsys):
     )
 
 
+@pytest.mark.slow
 def test_a_plan_of_another_batch_or_strategy_is_not_compared(planned, capsys):
     code, out, err = call(
         ["plan", planned, "--strategy", "megatron", "--json", "--out", planned / "b.yaml"],
@@ -319,7 +323,10 @@ def test_a_plan_of_another_batch_or_strategy_is_not_compared(planned, capsys):
 
 
 @pytest.mark.parametrize(
-    "text", ["plan: [", "just words\n", "version: 1\nplan: {}\n", "\udcff\udcfe", ""]
+    "text",
+    mostly_slow(
+        ["plan: [", "just words\n", "version: 1\nplan: {}\n", "\udcff\udcfe", ""], "plan: ["
+    ),
 )
 def test_a_damaged_plan_in_place_is_kept_and_named(run_folder, capsys, text):
     path = run_folder / "runs" / "tiny" / "plan.yaml"
@@ -334,6 +341,7 @@ def test_a_damaged_plan_in_place_is_kept_and_named(run_folder, capsys, text):
     )
 
 
+@pytest.mark.slow
 def test_a_plan_for_a_device_of_the_catalogue_is_shown_but_not_run(run_folder, capsys):
     edit_run(run_folder, "device: auto", "device: analytic:A800")
     edit_profile(
@@ -359,7 +367,11 @@ def test_a_plan_for_a_device_of_the_catalogue_is_shown_but_not_run(run_folder, c
 
 
 @pytest.mark.parametrize(
-    ("device", "kind", "name"), [("cpu", "cuda", "NVIDIA H200"), ("analytic:A800", "cpu", "EPYC")]
+    ("device", "kind", "name"),
+    [
+        pytest.param("cpu", "cuda", "NVIDIA H200", marks=pytest.mark.slow),
+        ("analytic:A800", "cpu", "EPYC"),
+    ],
 )
 def test_a_profile_of_another_device_is_refused_by_name(run_folder, capsys, device, kind, name):
     edit_profile(run_folder, lambda profile: profile["device"].update(kind=kind, name=name))
@@ -571,6 +583,7 @@ def test_prices_are_of_the_device_or_of_a_mapping(on_h100, prices, h100, b200):
         assert found.price_per_gpu_hour == price and found.unfit
 
 
+@pytest.mark.slow
 def test_where_nothing_fits_a_row_says_why(on_h100, capsys):
     edit_run(on_h100, "cluster:", "cluster:\n  memory_gib: 1.0e-3")
     words = ["plan", on_h100, "--gpus", "1"]

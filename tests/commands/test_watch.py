@@ -17,6 +17,7 @@ from disttrain_cli.app import main
 from disttrain_cli.spec.rundir import RunDir, flight_recorder, pulses, verdicts_file
 from tests.analysis import synthetic
 from tests.analysis.growing import Growing
+from tests.cases import first_fast
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +61,7 @@ def no_next_start(monkeypatch):
     monkeypatch.setattr(looking, "NEXT_START_S", 0.0)
 
 
-@pytest.mark.parametrize("once", [["--once"], []])
+@pytest.mark.parametrize("once", first_fast([["--once"], []]))
 def test_a_run_that_is_over_is_looked_at_once(runs, capsys, once):
     code, out, err = call([runs / "slow", *once], capsys)
     first, learned, advice, following = out.splitlines()
@@ -83,6 +84,7 @@ def test_lines_of_json_are_for_programs_and_for_the_log(runs, capsys):
     assert logged["headline"] == row["headline"]
 
 
+@pytest.mark.slow
 def test_a_job_that_hung_is_said_with_its_dumps(runs, tmp_path, capsys):
     shutil.copytree(runs / "calm", tmp_path / "hung")
     assert "hung" not in call([runs / "calm", "--once"], capsys)[2]
@@ -140,6 +142,7 @@ def test_what_is_no_run_is_said(runs, tmp_path, capsys):
     assert code == 1 and "version" in err
 
 
+@pytest.mark.slow
 def test_it_ends_with_the_run_or_by_ctrl_c(runs, tmp_path):
     growing = Growing(runs / "slow" / "traces", tmp_path / "traces")
     with (tmp_path / ".training").open("w") as lock:

@@ -166,6 +166,7 @@ def one_by_one(
             yield Skipped(label, f"row {row}", str(error))
 
 
+@pytest.mark.slow
 @PROPERTY
 @given(
     rows=st.lists(CELLS, max_size=12),

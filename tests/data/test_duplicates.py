@@ -76,6 +76,7 @@ def test_samples_that_repeat_others_are_not_drawn(run: Run) -> None:
     assert all_.fingerprint != index.fingerprint
 
 
+@pytest.mark.slow
 def test_processes_find_the_same(run: Run) -> None:
     alone = build_index(run, INPUTS, processes=0)
     written = run.dir.index.read_bytes()

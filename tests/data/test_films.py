@@ -31,6 +31,7 @@ from disttrain_cli.runtime.outputs.prompts import batch_of
 from disttrain_cli.runtime.outputs.trained import Trained
 from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.runfile import Run
+from tests.cases import mostly_slow
 from tests.data.dataset import make_layout, unit, write_tar
 from tests.data.films import MATRICES, all_frames, film, sound_only, turned
 from tests.video_models import RULES, VIDEO, Film, Talk, write_folder
@@ -72,7 +73,7 @@ def video_run(tmp_path: Path, family: str, **data: Any) -> Run:
     return run_of(tmp_path / "given", data=fields)
 
 
-@pytest.mark.parametrize("family", RULES)
+@pytest.mark.parametrize("family", mostly_slow(RULES, "qwen3_vl"))
 def test_ids_labels_and_positions_are_those_of_transformers(tmp_path: Path, family: str) -> None:
     model = write_folder(tmp_path / "given", family)
     run = video_run(tmp_path, family)

@@ -23,6 +23,7 @@ from disttrain_cli.data.tokenizer import ByteTokenizer
 from disttrain_cli.spec.heads import AudioInput
 from disttrain_cli.spec.index import AUDIO
 from disttrain_cli.spec.runfile import Run
+from tests.cases import first_fast
 from tests.data.dataset import INPUTS, encoded, image, interleaved, make_layout, text, unit
 from tests.data.serving.services import content
 from tests.data.serving.test_wire import sent
@@ -114,7 +115,7 @@ def test_every_clip_of_a_slot_has_one_replica_of_each_unit_that_works_on_it(
                 assert slot.work("ear", items) == EAR.work(len(own[replica]))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.describe())
+@pytest.mark.parametrize("layout", first_fast(LAYOUTS), ids=lambda layout: layout.describe())
 def test_features_and_places_belong_together(heard: tuple[Run, Index], layout: Any) -> None:
     run, index = heard
     reader, tokens = ShardReader(index, ByteTokenizer()), ByteTokenizer()

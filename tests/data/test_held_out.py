@@ -86,6 +86,7 @@ def is_share(chosen: Any, fraction: float) -> bool:
     return abs(np.mean(chosen) - fraction) < 4 * np.sqrt(fraction * (1 - fraction) / len(chosen))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fraction", [0.01, 0.1, 0.5])
 @pytest.mark.parametrize(
     ("shards", "keys"),

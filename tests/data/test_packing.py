@@ -120,6 +120,7 @@ def test_weights_draw_samples() -> None:
     assert drawn[0] != drawn[1]
 
 
+@pytest.mark.slow
 @given(st.integers(0, 60), st.integers(1, 40))
 @PROPERTY
 def test_stream_is_the_epochs_one_after_the_other(first: int, count: int) -> None:

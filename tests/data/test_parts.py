@@ -28,6 +28,7 @@ from disttrain_cli.spec.index import AROUND, IMAGE, OPTIONAL, TEXT
 from disttrain_cli.spec.inputs import ModelInputs
 from disttrain_cli.spec.progress import silent
 from disttrain_cli.spec.runfile import Run
+from tests.cases import first_fast
 from tests.data.dataset import (
     DISAGGREGATED,
     INPUTS,
@@ -153,7 +154,10 @@ def told(processor: Any, sizes: list[tuple[int, int]]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("family", "form"),
-    [*((family, "json") for family in FAMILIES), ("internvl", "tars"), ("idefics3", "parquet")],
+    first_fast(
+        [*((family, "json") for family in FAMILIES), ("internvl", "tars"), ("idefics3", "parquet")],
+        2,
+    ),
 )
 def test_ids_masks_and_tiles_are_those_of_the_processor(
     tmp_path: Path, family: str, form: str
@@ -179,7 +183,7 @@ def test_ids_masks_and_tiles_are_those_of_the_processor(
     assert seen == len(SIZES)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", first_fast(FAMILIES))
 def test_every_layout_is_given_the_processors_tiles(tmp_path: Path, family: str) -> None:
     """Those of one file may go to several replicas; rows hold the placeholder."""
     processor, run, _, index = made(tmp_path, family, "json")

@@ -26,6 +26,7 @@ def runs(tmp_path):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_training_says_what_slows_it(runs, monkeypatch):
     monkeypatch.setattr(monitor, "AFTER_S", 0.0)
     monkeypatch.setattr(monitor, "LOWEST_PRIORITY", 0)  # next to other tests it would not run

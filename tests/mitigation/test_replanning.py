@@ -84,6 +84,7 @@ def anew(run: Run, planned: Planned, said: list[str], emulated: bool = False) ->
     return MakeAnew(run, run.dir, planned, run.dir.plan, said.append, emulated)
 
 
+@pytest.mark.slow
 def test_a_node_that_stays_slow_is_left_out_and_the_plan_can_be_run(tmp_path: Path) -> None:
     run, planned = job(tmp_path)
     said: list[str] = []
@@ -133,6 +134,7 @@ def test_other_verdicts_change_nothing(tmp_path: Path, changes: dict[str, Any]) 
     assert not made.ready() and not said
 
 
+@pytest.mark.slow
 def test_a_plan_that_gains_too_little_is_only_told(tmp_path: Path) -> None:
     run, planned = job(tmp_path)
     said: list[str] = []
@@ -155,6 +157,7 @@ def test_no_plan_on_what_is_left_is_said_and_nothing_changes(tmp_path: Path) -> 
     assert run.dir.plan.read_bytes() == before
 
 
+@pytest.mark.slow
 def test_a_second_loss_adds_to_the_first_and_a_job_resumes_with_its_last_plan(
     tmp_path: Path,
 ) -> None:

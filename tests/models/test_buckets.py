@@ -118,6 +118,7 @@ def test_losses_equal_diffusers_forward_on_each_image_alone(setting, kind):
     assert sum(gradient is not None for gradient in ours) > len(trained) // 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", mostly_slow(["sd3.5", "flux", "lumina2"], "lumina2"))
 def test_rows_flops_an_empty_batch_and_drawn_images(setting, kind):
     run, inputs, layers, batch, state = setting(kind)

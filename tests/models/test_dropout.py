@@ -11,6 +11,7 @@ from disttrain_cli.models.graph import build_layers, describe, layer_table
 from disttrain_cli.models.layer import PipelineLayer
 from disttrain_cli.models.probe import probe_batch, state_at
 from tests.batches import changed
+from tests.cases import first_fast
 
 P = 0.25
 
@@ -127,11 +128,13 @@ def test_a_vits_block_drops_the_same_of_an_image_alone_and_among_others(make_run
 
 @pytest.mark.parametrize(
     ("module", "change"),
-    [
-        ("image_encoder", {"config": {"hidden_dropout_prob": 0.5}}),
-        ("audio_encoder", {"config": {"dropout": 0.3, "activation_dropout": 0.2}}),
-        ("image_generator", {"config": {"dropout": 0.4}}),
-    ],
+    first_fast(
+        [
+            ("image_encoder", {"config": {"hidden_dropout_prob": 0.5}}),
+            ("audio_encoder", {"config": {"dropout": 0.3, "activation_dropout": 0.2}}),
+            ("image_generator", {"config": {"dropout": 0.4}}),
+        ]
+    ),
 )
 def test_layers_that_drop_are_counted_like_those_that_do_not(make_run, module, change) -> None:
     kept = {"config": dict.fromkeys(change["config"], 0.0)}

@@ -375,6 +375,7 @@ def check(rows: list[dict[str, Any]]) -> None:
     assert not apart
 
 
+@pytest.mark.slow
 def test_what_layers_keep_and_run_is_what_they_are_priced_at(tmp_path: Path) -> None:
     check(
         compared(

@@ -13,6 +13,7 @@ from disttrain_cli.spec.heads import AudioInput, ImageInput, TargetInput
 from disttrain_cli.spec.inputs import ModelInputs
 
 
+@pytest.mark.slow
 def test_polynomials_hold_at_other_sizes_and_by_hand(make_run):
     run = make_run(audio_encoder={})
     table, inputs, flops = layer_table(run), describe(run), count_flops(run)

@@ -114,6 +114,7 @@ def group() -> Iterator[Group]:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_what_waits_for_weights_is_what_their_parts_hold(make_run, name):  # type: ignore[no-untyped-def]
     run = _run(make_run, name)
@@ -166,6 +167,7 @@ def _run(make_run, name):  # type: ignore[no-untyped-def]
     return type(run)(path=run.path, file=type(run.file).model_validate(plain))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("name", mostly_slow(MODELS, next(iter(MODELS))))
 def test_messages_are_those_of_a_process_group(make_run, group, name, overlap):  # type: ignore[no-untyped-def]

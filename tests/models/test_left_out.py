@@ -18,6 +18,7 @@ from disttrain_cli.models.architectures import read_configs
 from disttrain_cli.models.graph import build_layers, describe, layer_table
 from disttrain_cli.models.weights import load_into
 from disttrain_cli.spec.families.defaults import IMAGE_PROCESSORS
+from tests.cases import mostly_slow
 from tests.whole_models import run_of, write_llava, write_qwen, write_tiled
 
 WRITE = {
@@ -37,7 +38,9 @@ SECTIONS = ("vision_config", "text_config")
 OTHERS = {"_name_or_path", "architectures", "dtype", "transformers_version", "tie_word_embeddings"}
 
 
-@pytest.fixture(params=WRITE, scope="module")
+@pytest.fixture(
+    params=mostly_slow(WRITE, "siglip llava", "internvl", "flat qwen2_5_vl"), scope="module"
+)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of every family, without its weights."""
     made = tmp_path_factory.mktemp("left-out") / request.param.replace(" ", "-")

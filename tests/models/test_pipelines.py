@@ -112,6 +112,7 @@ def test_times_and_sigmas_are_the_pipelines(
     torch.testing.assert_close(again.sigmas, theirs.sigmas, rtol=1e-6, atol=0)
 
 
+@pytest.mark.slow
 @FAMILIES
 @SCHEDULES
 def test_images_are_the_pipelines(

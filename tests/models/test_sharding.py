@@ -10,6 +10,7 @@ from disttrain_cli.models.graph import build_layers, describe, layer_table
 from disttrain_cli.models.probe import probe_batch, state_at
 from disttrain_cli.models.sharding import tp_degrees
 from disttrain_cli.models.tensor_parallel import linears, shard
+from tests.cases import first_fast
 
 TP = 2
 DIVISIBLE = {"llm": {"config": {"vocab_size": 264}}}
@@ -123,7 +124,7 @@ def test_vocabulary_shards_add_up_to_the_embedding_and_the_logits(make_run):
     torch.testing.assert_close(logits, head.lm_head(head.norm(state["hidden"])))
 
 
-@pytest.mark.parametrize("on_meta", [True, False])
+@pytest.mark.parametrize("on_meta", first_fast([True, False]))
 def test_shards_of_every_layer_run_forward_and_backward_at_any_tp(make_run, on_meta):
     """The matmul FLOPs of what is divided are 1/TP of the whole layer's, and labels of all ids are
     accepted."""

@@ -22,6 +22,7 @@ from tests.models.symmetric_worker import HOW, VOTES
 from tests.runtime.dryrun.on_fake_cuda import on_fake_cuda
 
 
+@pytest.mark.slow
 def test_ranks_agree_and_compute_what_they_do_when_they_wait(tmp_path):  # type: ignore[no-untyped-def]
     payload = {"out": str(tmp_path), "runs": []}
     launch(2, "tests.models.symmetric_worker:ranks", payload, tmp_path / "logs", timeout_s=120)
@@ -57,6 +58,7 @@ def shapes() -> list[Any]:
     return found
 
 
+@pytest.mark.slow
 def test_operators_take_fake_tensors_and_make_what_pytorchs_make() -> None:
     *gathers, theirs, ours = on_fake_cuda(shapes)
     assert (

@@ -49,6 +49,7 @@ def test_the_package_asks_for_the_same_range():
     assert wanted == [f"torch>={OLDEST[0]}.{OLDEST[1]},<{BEYOND[0]}.{BEYOND[1]}"]
 
 
+@pytest.mark.slow
 def test_a_user_is_told_before_names_are_imported_that_such_a_torch_lacks(tmp_path):
     (tmp_path / "disttrain.yaml").write_text((PRESETS / "tiny.yaml").read_text())
     program = (

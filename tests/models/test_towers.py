@@ -21,6 +21,7 @@ from disttrain_cli.models.qwen_vision import layout
 from disttrain_cli.models.sharding import tp_degrees
 from disttrain_cli.models.tensor_parallel import linears
 from disttrain_cli.models.towers import positions
+from tests.cases import first_fast
 
 SQUARE = {
     "hidden_size": 32,
@@ -232,7 +233,7 @@ def test_images_together_equal_one_by_one(tower, architecture):
     assert empty.shape == (0, 48)
 
 
-@pytest.mark.parametrize("architecture", TOWERS)
+@pytest.mark.parametrize("architecture", first_fast(TOWERS, 3))
 def test_costs_are_counted(tower, architecture):
     """FLOPs hold at other sizes in whole windows; operators and what a TP group reduces are there
     for every kind."""

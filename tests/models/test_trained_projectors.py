@@ -71,6 +71,7 @@ def _owners(layer: Any) -> set[str]:
     return {layer.owner_of(path) for path, _ in layer.named_parameters()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["clip and llama", "qwen2_5_vl", "qwen3_vl"])
 @pytest.mark.parametrize("names", [["projectors"], ["llm", "projectors"], ["vision"]])
 def test_they_change_as_in_the_librarys_model(

@@ -78,6 +78,7 @@ def edited(plan: Plan, unit: int, **update: Any) -> Plan:
     return plan.model_copy(update={"plan": plan.plan.model_copy(update={"units": units})})
 
 
+@pytest.mark.slow
 def test_the_same_profile_twice_leaves_the_plan_in_place(made: Made) -> None:
     run, profile, old = made
     _, found = compared(old, run, profile)
@@ -126,6 +127,7 @@ def test_a_gain_below_one_percent_keeps_the_plan_in_place(made: Made) -> None:
         assert found.gain_pct == pytest.approx(slower_pct) and found.keep == keep
 
 
+@pytest.mark.slow
 def test_a_plan_in_place_that_fits_no_more_says_why(made: Made) -> None:
     run, profile, old = made
     for what, found in {

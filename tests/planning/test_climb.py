@@ -109,6 +109,7 @@ def test_the_way_up_gets_faster_and_ends_where_no_neighbour_is(
     assert min(times_s) >= top_s * (1 - climbing.LEAST_GAIN)
 
 
+@pytest.mark.slow
 def test_a_ranking_with_neighbours_is_never_slower(
     case: tuple[Profile, list[Unit], Cluster], monkeypatch: pytest.MonkeyPatch
 ) -> None:

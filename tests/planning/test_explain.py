@@ -76,6 +76,7 @@ def test_a_step_with_experts_over_ranks_has_its_skew_and_its_balance() -> None:
     assert alone.balanced_s is None and alone.routing_quantile is None
 
 
+@pytest.mark.slow
 def test_no_part_is_negative_where_devices_are_not_shared() -> None:
     run = synthetic.run_file(batch=24, gpus=6)
     profile = synthetic.tiny(run, kind="cuda")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 
 from disttrain_cli.costs.memory import layout_memory
@@ -31,6 +32,7 @@ def test_something_fits_where_the_search_finds_something(case: tuple[Profile, Cl
         )
 
 
+@pytest.mark.slow
 def test_each_remedy_is_true_and_about_the_smallest() -> None:
     run = synthetic.run_file(batch=240, gpus=32, nodes=4, precision="bf16")
     profile, cluster = synthetic.paper_72b(run), Cluster(32, 8, 80.0, 1, 240)

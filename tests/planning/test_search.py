@@ -202,6 +202,7 @@ def small_profiles(draw: st.DrawFn, long: bool = False) -> tuple[Profile, Cluste
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None)
 @given(small_profiles(), st.integers(0, 11))
 def test_search_of_any_grouping_equals_brute_force(

@@ -202,6 +202,7 @@ def test_an_odd_batch_is_not_halved_and_text_has_no_images_to_change() -> None:
     assert [change.what for change in found.changes] == ["batch doubled"]
 
 
+@pytest.mark.slow
 def test_what_no_longer_fits_is_said() -> None:
     profile, cluster = given()
     profile = scale_images(profile, 20.0)  # the encoder's activations take most memory

@@ -29,6 +29,7 @@ from disttrain_cli.spec.plan import Layout, Plan, Prediction, read_plan, write_p
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.runfile import RunFile
 from tests import profiles
+from tests.cases import first_fast
 from tests.planning import synthetic
 
 
@@ -64,6 +65,7 @@ def test_plan_of_the_tiny_model(made: tuple[RunFile, Profile, Plan], tmp_path: P
     assert read_plan(write_plan(tmp_path / "plan.yaml", plan)) == plan
 
 
+@pytest.mark.slow
 def test_a_plan_says_which_ordering_it_was_predicted_with() -> None:
     run = synthetic.run_file(batch=24, gpus=6)
     profile = synthetic.tiny(run)
@@ -125,6 +127,7 @@ def test_part_of_a_node_has_the_tp_degrees_of_the_whole() -> None:
         assert [unit.tps for unit in units] == [[1, 2, 4, 8]] * 3
 
 
+@pytest.mark.slow
 def test_tp_groups_of_nodes_of_six_stay_inside_nodes() -> None:
     run = synthetic.run_file(batch=12, gpus=12, nodes=2)
     profile = synthetic.tiny(run, kind="cuda", tps=(1, 2, 3, 6))
@@ -147,6 +150,7 @@ def test_tp_groups_of_nodes_of_six_stay_inside_nodes() -> None:
         check(edited(plan, **layout), run, profile)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("top", [0, 3, 8])
 def test_replicas_of_an_encoder_with_much_to_reduce_become_stages(top: int) -> None:
     """The formula, which knows no reductions, has two layouts before that; whatever runners-up are
@@ -216,6 +220,7 @@ def test_text_only_data_costs_the_other_units_nothing() -> None:
     assert plan.plan.units[2].gpus == 1
 
 
+@pytest.mark.slow
 def test_a_cpu_shares_its_cores() -> None:
     run = synthetic.run_file(batch=24, gpus=6)
     times = [
@@ -231,7 +236,7 @@ def test_a_cpu_shares_its_cores() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stated", "recomputes"), [("full", True), ("none", False), ("auto", False)]
+    ("stated", "recomputes"), first_fast([("full", True), ("none", False), ("auto", False)])
 )
 def test_a_cpu_recomputes_where_the_run_file_says_so(stated: str, recomputes: bool) -> None:
     run = synthetic.run_file(batch=4, gpus=3)

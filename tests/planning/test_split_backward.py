@@ -55,6 +55,7 @@ def test_never_slower_and_the_time_is_the_simulators(profile, cluster, layouts):
     assert split
 
 
+@pytest.mark.slow
 def test_no_delays_are_much_better(profile, cluster, layouts):
     for layout in layouts:
         most = [min(m or 0, 3) for m in most_delays(profile, layout, cluster.memory_gib)]

@@ -22,6 +22,7 @@ from disttrain_cli.profiling.measure import measure
 from disttrain_cli.spec.profile import Polynomial, Profile
 from disttrain_cli.spec.runfile import Run, RunFile
 from disttrain_cli.spec.work import Work
+from tests.cases import first_fast
 from tests.models.any_decoder import fields_of
 
 MODULES: dict[str, dict[str, Any]] = {
@@ -108,6 +109,7 @@ def profile(run: Run) -> Profile:
     return measure(run, "analytic:A800")
 
 
+@pytest.mark.slow
 def test_it_is_whole_and_says_where_its_figures_are_from(run: Run, profile: Profile) -> None:
     device = profile.device
     assert (device.name, device.kind, device.count, device.peak_tflops) == (
@@ -280,13 +282,15 @@ def test_divided_blocks_say_what_overlapping_saves(profile: Profile) -> None:
 
 @pytest.mark.parametrize(
     ("architecture", "more"),
-    [
-        ("gpt_oss", {}),  # no TP
-        ("lfm2", {"layer_types": ["conv", "full_attention"]}),
-        ("qwen3_5_text", {"layer_types": ["linear_attention", "full_attention"]}),
-        # save_pretrained encodes its infinite time_step_limit
-        ("falcon_h1", {"num_hidden_layers": 1, "mamba_d_ssm": 64, "mamba_n_heads": 4}),
-    ],
+    first_fast(
+        [
+            ("gpt_oss", {}),  # no TP
+            ("lfm2", {"layer_types": ["conv", "full_attention"]}),
+            ("qwen3_5_text", {"layer_types": ["linear_attention", "full_attention"]}),
+            # save_pretrained encodes its infinite time_step_limit
+            ("falcon_h1", {"num_hidden_layers": 1, "mamba_d_ssm": 64, "mamba_n_heads": 4}),
+        ]
+    ),
 )
 def test_decoders_of_the_library_have_costs(
     tmp_path: Path, architecture: str, more: dict[str, Any]

@@ -45,6 +45,7 @@ def measure_as_hosts(payload: dict[str, Any]) -> None:
     measure_in_rank(payload)
 
 
+@pytest.mark.slow
 def test_real_processes_agree_on_what_they_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -58,7 +58,7 @@ def sequences(run, inputs):
     return np.stack([plan.token_ids(tokens, reader.texts)[0] for plan in plans])
 
 
-@pytest.mark.parametrize("family", mostly_slow(WRITE, "llava", "qwen3_vl"))
+@pytest.mark.parametrize("family", mostly_slow(WRITE, "llava"))
 def test_a_vocabulary_without_slack_goes_in_and_out_as_it_is(tmp_path, family):
     rows = write(tmp_path / "given", family)
     write_json(tmp_path / "data")

@@ -40,6 +40,7 @@ def loss_by_library(model, processor):
     return total / count, count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", TRAINED)
 def test_the_loss_of_conversations_is_the_librarys_own(tmp_path, family):
     model, processor = write(tmp_path / "whole", family)

@@ -4,7 +4,6 @@ one process."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,9 @@ from tests.data.dataset import interleaved, text, write_tar
 from tests.runtime.equivalence_worker import reference
 from tests.runtime.factory import plan_of, unit, write_run
 
-Runs = Callable[[str], tuple[Run, Path]]
+pytestmark = pytest.mark.slow
+
+Runs = dict[str, tuple[Run, Path]]
 STEPS, SPOILT = 2, 1
 VAE = {
     "block_out_channels": [8, 8],
@@ -117,27 +118,13 @@ CASES: dict[str, tuple[str, tuple[str, ...], list[str] | None, bool, dict[str, A
     ),
 }
 SPOILED = ("skipped", "skipped-zero1", "stopped")
-QUICK = ("frozen-encoder-projector", "stopped")  # trained also where slow tests are left out
 EXACT = [name for name in CASES if name not in ("stopped", "bf16-frozen")]
-
-
-def _marked(names: Iterable[str]) -> list[Any]:
-    return [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in names]
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """A case's run and what its ranks left; the quick cases are trained together, as are the
-    others."""
-    known: dict[str, tuple[Run, Path]] = {}
-
-    def of(name: str) -> tuple[Run, Path]:
-        if name not in known:
-            together = [other for other in CASES if (other in QUICK) == (name in QUICK)]
-            known.update(_train(together, tmp_path_factory.mktemp("options")))
-        return known[name]
-
-    return of
+    """A case's run and what its ranks left."""
+    return _train(list(CASES), tmp_path_factory.mktemp("options"))
 
 
 def _train(names: list[str], folder: Path) -> dict[str, tuple[Run, Path]]:
@@ -210,9 +197,9 @@ def _ranks(out: Path) -> list[dict[str, Any]]:
     return [json.loads((out / f"rank-{rank}.json").read_text()) for rank in range(4)]
 
 
-@pytest.mark.parametrize("name", _marked(EXACT))
+@pytest.mark.parametrize("name", EXACT)
 def test_training_equals_a_single_process(runs: Runs, name: str) -> None:
-    run, out = runs(name)
+    run, out = runs[name]
     steps, left_out = STEPS + (name in SPOILED), SPOILT if name in SPOILED else None
     history, parameters, _ = reference(run, steps, left_out)
     found = json.loads((out / "history.json").read_text())
@@ -229,11 +216,9 @@ def test_training_equals_a_single_process(runs: Runs, name: str) -> None:
             assert torch.allclose(weights[key], expected, rtol=1e-5, atol=1e-5), key
 
 
-@pytest.mark.parametrize(
-    "name", _marked(name for name, case in CASES.items() if case[2] is not None)
-)
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case[2] is not None])
 def test_frozen_weights_have_neither_gradients_nor_moments(runs: Runs, name: str) -> None:
-    run, out = runs(name)
+    run, out = runs[name]
     trained = run.file.model.trained
     assert trained is not None
     table = layer_table(run)
@@ -264,36 +249,33 @@ def _counts(out: Path) -> list[dict[str, int]]:
 def test_where_nothing_before_trains_there_is_no_backward_and_no_gradient_is_sent(
     runs: Runs,
 ) -> None:
-    encoder, first, last, generator = _counts(runs("frozen-encoder-projector")[1])
+    encoder, first, last, generator = _counts(runs["frozen-encoder-projector"][1])
     assert "backward" not in encoder and "receive_gradient" not in encoder
     assert first["backward"] and "send_gradient" not in first and first["receive_gradient"]
     assert last["send_gradient"] and generator["send_gradient"]
 
 
-@pytest.mark.slow
 def test_backwards_reach_as_far_as_what_is_trained(runs: Runs) -> None:
-    for still in _counts(runs("frozen-both")[1])[:3]:
+    for still in _counts(runs["frozen-both"][1])[:3]:
         assert not {"backward", "receive_gradient", "send_gradient"} & set(still)
-    assert all(rank["backward"] for rank in _counts(runs("encoder-only")[1]))
+    assert all(rank["backward"] for rank in _counts(runs["encoder-only"][1]))
 
 
-@pytest.mark.slow
 def test_recomputation_changes_no_bit(runs: Runs) -> None:
     kept, again = (
-        json.loads((runs(name)[1] / "history.json").read_text())
+        json.loads((runs[name][1] / "history.json").read_text())
         for name in ("skipped", "recompute")
     )
     assert kept[0] == again[0]
 
 
-@pytest.mark.slow
 def test_a_bad_step_is_skipped_alike_everywhere(runs: Runs) -> None:
     for name in ("skipped", "skipped-zero1"):
-        assert [rank["skipped"] for rank in _ranks(runs(name)[1])] == [1] * 4
+        assert [rank["skipped"] for rank in _ranks(runs[name][1])] == [1] * 4
 
 
 def test_a_bad_step_stops_all_ranks_and_names_the_module(runs: Runs) -> None:
-    out = runs("stopped")[1]
+    out = runs["stopped"][1]
     told = {rank["stopped"] for rank in _ranks(out)}
     assert len(told) == 1
     message = told.pop()
@@ -304,9 +286,8 @@ def test_a_bad_step_stops_all_ranks_and_names_the_module(runs: Runs) -> None:
     assert len(json.loads((out / "history.json").read_text())) == SPOILT
 
 
-@pytest.mark.slow
 def test_bf16_follows_the_reference(runs: Runs) -> None:
-    run, out = runs("bf16-frozen")
+    run, out = runs["bf16-frozen"]
     history, _, _ = reference(run, STEPS)
     found = json.loads((out / "history.json").read_text())
     assert torch.allclose(torch.tensor(found), torch.tensor(history), rtol=0.05)

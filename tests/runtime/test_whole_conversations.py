@@ -163,7 +163,7 @@ TILES = {
 }
 
 
-@pytest.mark.parametrize("name", mostly_slow(TILES, "internvl"))
+@pytest.mark.parametrize("name", mostly_slow(TILES))
 def test_the_loss_of_conversations_about_tiles_is_the_librarys_own(tmp_path, name):
     """Through the processor's own template, tiles and separators."""
     family, fields = TILES[name]

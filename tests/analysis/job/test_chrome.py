@@ -14,6 +14,7 @@ from disttrain_cli.analysis.job.chrome import write_chrome_trace
 from disttrain_cli.analysis.job.database import open_database
 from disttrain_cli.errors import DataError, SpecError, UsageError
 from tests.analysis import synthetic
+from tests.cases import first_fast
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +125,7 @@ def test_a_file_that_cannot_be_written_is_an_error_with_a_next_step(clean, tmp_p
         write_chrome_trace(open_database([clean[0]]), tmp_path / "file" / "trace.json")
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("packed", first_fast([False, True]))
 def test_what_was_written_reads_back_to_the_same_figures(clean, tmp_path, monkeypatch, packed):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     out = tmp_path / ("trace.json.gz" if packed else "trace.json")

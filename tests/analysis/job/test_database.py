@@ -106,6 +106,28 @@ def test_a_single_step_is_taken_and_said(tmp_path):
     assert any("could not be left out" in warning for warning in found.warnings)
 
 
+def test_a_start_with_more_ranks_than_the_jobs_is_of_another_plan(tmp_path):
+    """A device was left out since: the last unit has lost a replica."""
+    synthetic.write(
+        tmp_path, synthetic.Synthetic(steps=8, run="start-001"), name="segment-start-001"
+    )
+    before = synthetic.simulate(synthetic.Synthetic(steps=4, run="start-000"))
+    again = [row | {"rank": 6, "replica": 1} for row in before.rows if row["rank"] == 5]
+    for rank in range(7):
+        synthetic.table(
+            tmp_path / f"rank-{rank:05d}" / "segment-start-000-00000.parquet",
+            [
+                row | {"start_ns": row["start_ns"] - 10**12, "end_ns": row["end_ns"] - 10**12}
+                for row in (*before.rows, *again)
+                if row["rank"] == rank
+            ],
+            TRACE_COLUMNS,
+        )
+    found = analyze([tmp_path])
+    assert found.job.ranks == 6
+    assert any("'start-000' left out" in warning for warning in found.warnings)
+
+
 def test_steps_repeated_after_resuming_count_once(tmp_path):
     first = synthetic.write(
         tmp_path, synthetic.Synthetic(steps=6, run="start-000"), name="segment-start-000"

@@ -15,6 +15,7 @@ from disttrain_cli.spec.runfile.rehearse import FaultSpec
 from disttrain_cli.spec.trace import Rehearsed
 from disttrain_cli.spec.work import Work
 from tests.analysis import simulated, synthetic
+from tests.cases import first_fast
 from tests.planning import synthetic as planning
 
 
@@ -43,12 +44,14 @@ def rehearsed(**changes):
 
 @pytest.mark.parametrize(
     ("trained", "checkpointing"),
-    [
-        (None, False),
-        (None, True),
-        (["image_encoder", "image_generator"], False),
-        (["image_generator"], True),
-    ],
+    first_fast(
+        [
+            (None, False),
+            (None, True),
+            (["image_encoder", "image_generator"], False),
+            (["image_generator"], True),
+        ]
+    ),
 )
 def test_frozen_recomputed_and_tensor_parallel_stages_are_predicted(
     tmp_path, large, trained, checkpointing

@@ -111,6 +111,7 @@ def test_ends_that_are_rounded_do_not_break_the_critical_path(tmp_path):
     assert path.length_us == pytest.approx(510, abs=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("query", ["cudaEventQuery", "cudaStreamQuery", "hipEventQuery"])
 @pytest.mark.parametrize(
     ("every", "thread", "device"),

@@ -9,6 +9,7 @@ import pytest
 
 from disttrain_cli.analysis.analyze import analyze, ask
 from tests.analysis.kineto import traces
+from tests.cases import first_fast
 
 DLRM = Path(__file__).parents[4] / "shared" / "data" / "traces" / "dlrm-8rank"
 needs_dlrm = pytest.mark.skipif(not DLRM.is_dir(), reason="needs the shared traces")
@@ -352,6 +353,7 @@ def _one_row(found):
             event["tid"] = event["args"]["stream"] = 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("damage", "said", "tolerance"),
     [
@@ -398,7 +400,7 @@ def test_repaired_kernels_lower_the_confidence(tmp_path):
     assert repaired.cause == sound.cause and repaired.confidence < sound.confidence
 
 
-@pytest.mark.parametrize("excess_us", [2**32 / 1000, 2**32, 2.5 * 2**32 / 1000])
+@pytest.mark.parametrize("excess_us", first_fast([2**32 / 1000, 2**32, 2.5 * 2**32 / 1000]))
 def test_overflows_of_every_kernel_of_a_name_are_repaired(tmp_path, excess_us):
     """Also where it runs twice in a row, and of the last ones; what is no multiple of 2^32 ns is
     cut."""

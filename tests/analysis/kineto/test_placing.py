@@ -13,6 +13,7 @@ from disttrain_cli.analysis.analyze import analyze, ask
 from disttrain_cli.analysis.kineto.jobs import SINCE_1970_NS, TraceFile, align, choose_job
 from disttrain_cli.analysis.kineto.ranks import label_in, numbers_of
 from tests.analysis.kineto import traces
+from tests.cases import first_fast
 
 ARRIVALS = [[400, 400, 430], [400, 550, 450], [410, 420, 400]]
 
@@ -408,7 +409,7 @@ def test_processes_that_each_take_themselves_for_rank_0_are_told_apart():
     assert [file.rank for file in merged] == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("same_process", [True, False])
+@pytest.mark.parametrize("same_process", first_fast([True, False]))
 def test_devices_of_one_process_are_ranks(tmp_path, apart, same_process):
     """Kernels go to the device, with the calls and operators that they came from; what else the
     host did is of all."""

@@ -7,6 +7,7 @@ import pytest
 from disttrain_cli.analysis.analyze import analyze
 from disttrain_cli.analysis.figures import seconds
 from tests.analysis.kineto import traces
+from tests.cases import first_fast
 
 LAYERS, STEPS, WORK_US, MOVE_US = 4, 5, 1000.0, 50.0
 WORLD = [[[0, 1, 2, 3, 4, 5, 6, 7]]]
@@ -105,23 +106,31 @@ def gains(kinds, slow, ranks=8):
 
 @pytest.mark.parametrize(
     ("kinds", "slow", "ranks", "said"),
-    [
-        (WORLD, {2: 1.4}, 8, "Rank 2 is the straggler: it is the last to join 16 of 16"),
-        (
-            TENSOR_AND_DATA,
-            {5: 1.4},
-            8,
-            "Rank 5 is the straggler: it is the last to join 20 of 20",
-        ),  # rank 4 only waits for it
-        (WORLD, {2: 1.3, 5: 1.3}, 8, "Ranks 2 and 5 are the stragglers"),  # each hides the other
-        (
-            TENSOR_AND_DATA,
-            {2: 1.4, 5: 1.25},
-            8,
-            "Ranks 2 and 5 are the stragglers",
-        ),  # rank 5 holds up few
-        ([[[0, 1]]], {1: 1.09}, 2, "Rank 1 is the straggler: it is the last to join 16 of 16"),
-    ],
+    first_fast(
+        [
+            (WORLD, {2: 1.4}, 8, "Rank 2 is the straggler: it is the last to join 16 of 16"),
+            (
+                TENSOR_AND_DATA,
+                {5: 1.4},
+                8,
+                "Rank 5 is the straggler: it is the last to join 20 of 20",
+            ),  # rank 4 only waits for it
+            (
+                WORLD,
+                {2: 1.3, 5: 1.3},
+                8,
+                "Ranks 2 and 5 are the stragglers",
+            ),  # each hides the other
+            (
+                TENSOR_AND_DATA,
+                {2: 1.4, 5: 1.25},
+                8,
+                "Ranks 2 and 5 are the stragglers",
+            ),  # rank 5 holds up few
+            ([[[0, 1]]], {1: 1.09}, 2, "Rank 1 is the straggler: it is the last to join 16 of 16"),
+        ],
+        2,
+    ),
 )
 def test_what_mending_stragglers_gains_is_what_a_simulation_without_them_does(
     tmp_path, kinds, slow, ranks, said
@@ -146,14 +155,20 @@ def test_what_mending_stragglers_gains_is_what_a_simulation_without_them_does(
 
 @pytest.mark.parametrize(
     ("longer", "said"),
-    [
-        ({"GroupProblemShape": 1.5}, "expert load. Grouped GEMMs take 8 ms longer"),
-        ({"GroupProblemShape": 1.5, "flash_fwd_kernel": 1.5}, "a slower device"),
-        ({"GroupProblemShape": 1.5, "flash_fwd_kernel": 1.3, "nvjet_tst": 1.3}, "a slower device"),
-        # attention is bound by memory, so low clocks leave it as it is
-        ({"GroupProblemShape": 1.5, "nvjet_tst": 1.5}, "a slower device"),
-        ({"flash_fwd_kernel": 1.5}, "a slower device"),
-    ],
+    first_fast(
+        [
+            ({"GroupProblemShape": 1.5}, "expert load. Grouped GEMMs take 8 ms longer"),
+            ({"GroupProblemShape": 1.5, "flash_fwd_kernel": 1.5}, "a slower device"),
+            (
+                {"GroupProblemShape": 1.5, "flash_fwd_kernel": 1.3, "nvjet_tst": 1.3},
+                "a slower device",
+            ),
+            # attention is bound by memory, so low clocks leave it as it is
+            ({"GroupProblemShape": 1.5, "nvjet_tst": 1.5}, "a slower device"),
+            ({"flash_fwd_kernel": 1.5}, "a slower device"),
+        ],
+        2,
+    ),
 )
 def test_expert_load_is_told_from_a_slow_device(tmp_path, longer, said):
     usual = {"flash_fwd_kernel": 1000, "nvjet_tst": 1000, "GroupProblemShape": 2000}
@@ -215,22 +230,34 @@ def test_communication_among_ranks_that_are_there_waits_for_none_that_are_missin
 
 @pytest.mark.parametrize(
     ("ranks", "late", "cause", "said"),
-    [
-        (
-            8,
-            [0, 0, 0, 0, 0],
-            "worker",
-            "Rank 0 is the straggler: it is the last to join 4 of the 4 ",
-        ),
-        (
-            2,
-            [0, 0, 0, 0, 0],
-            "worker",
-            "Rank 0 may be the straggler: it is the last to join 4 of the 4 ",
-        ),
-        (2, [0, 0, None, 0, None], "unknown", "of the waiting is for rank 0, but others wait long"),
-        (8, [0, 5, 2, 7, 4], "communication", "wait for one another, for a different rank each"),
-    ],
+    first_fast(
+        [
+            (
+                8,
+                [0, 0, 0, 0, 0],
+                "worker",
+                "Rank 0 is the straggler: it is the last to join 4 of the 4 ",
+            ),
+            (
+                2,
+                [0, 0, 0, 0, 0],
+                "worker",
+                "Rank 0 may be the straggler: it is the last to join 4 of the 4 ",
+            ),
+            (
+                2,
+                [0, 0, None, 0, None],
+                "unknown",
+                "of the waiting is for rank 0, but others wait long",
+            ),
+            (
+                8,
+                [0, 5, 2, 7, 4],
+                "communication",
+                "wait for one another, for a different rank each",
+            ),
+        ]
+    ),
 )
 def test_a_rank_that_is_late_once_a_step_is_named(tmp_path, ranks, late, cause, said):
     """Before the first of many collectives, as its DataLoader makes it: it is the last to join"

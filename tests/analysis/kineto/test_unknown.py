@@ -5,6 +5,7 @@ import pytest
 from disttrain_cli.analysis.analyze import analyze, ask
 from disttrain_cli.analysis.kineto.kernels import pattern_texts, read_patterns, step_of
 from tests.analysis.kineto import traces
+from tests.cases import first_fast
 
 STEPS, RANKS, STEP_US = 4, 3, 10_000
 
@@ -112,16 +113,19 @@ def operators_only():
 
 @pytest.mark.parametrize(
     ("document", "ranks", "strange"),
-    [
-        (pipeline(of_process, moments), RANKS, "forward-compute"),
-        (pipeline(of_thread, around), RANKS, "backward-compute"),
-        (pipeline(of_process, of_the_job), RANKS, "forward-compute"),
-        (pipeline(of_places, ends_only_by_the_next), RANKS, "forward-send"),
-        (accelerator(), 1, "MatMulV#_#"),
-        (accelerator("## step {} ##"), 1, "hcom_allReduce__#_#"),
-        (compiled(), 1, "fusion.#"),
-        (operators_only(), 1, "aten::addmm"),
-    ],
+    first_fast(
+        [
+            (pipeline(of_process, moments), RANKS, "forward-compute"),
+            (pipeline(of_thread, around), RANKS, "backward-compute"),
+            (pipeline(of_process, of_the_job), RANKS, "forward-compute"),
+            (pipeline(of_places, ends_only_by_the_next), RANKS, "forward-send"),
+            (accelerator(), 1, "MatMulV#_#"),
+            (accelerator("## step {} ##"), 1, "hcom_allReduce__#_#"),
+            (compiled(), 1, "fusion.#"),
+            (operators_only(), 1, "aten::addmm"),
+        ],
+        3,
+    ),
     ids=[
         "processes",
         "threads",
@@ -260,22 +264,25 @@ def test_communication_alone_is_not_judged(tmp_path):
 
 @pytest.mark.parametrize(
     ("events", "said"),
-    [
-        ([span(None, 10 * at, 5) for at in range(3)], "longest events: (no name)"),
-        (
-            [span('a(b)*+?{3}|^$\\ "q" #5', 10 * at, 5) for at in range(3)],
-            '"compute ^a\\(b\\)\\*\\+\\?\\{\\d+\\}',
-        ),
-        ([span("x" * 500, 10 * at, 5) for at in range(3)], f'"compute ^{"x" * 60}" to'),
-        ([span("x", 10 * at, 0) for at in range(3)], "no other event has a duration"),
-        (
-            [
-                span("gemm", 10 * at, 5, cat="kernel", args={"stream": 7, "iteration": "abc"})
-                for at in range(3)
-            ],
-            "for no recorded reason",
-        ),
-    ],
+    first_fast(
+        [
+            ([span(None, 10 * at, 5) for at in range(3)], "longest events: (no name)"),
+            (
+                [span('a(b)*+?{3}|^$\\ "q" #5', 10 * at, 5) for at in range(3)],
+                '"compute ^a\\(b\\)\\*\\+\\?\\{\\d+\\}',
+            ),
+            ([span("x" * 500, 10 * at, 5) for at in range(3)], f'"compute ^{"x" * 60}" to'),
+            ([span("x", 10 * at, 0) for at in range(3)], "no other event has a duration"),
+            (
+                [
+                    span("gemm", 10 * at, 5, cat="kernel", args={"stream": 7, "iteration": "abc"})
+                    for at in range(3)
+                ],
+                "for no recorded reason",
+            ),
+        ],
+        2,
+    ),
 )
 def test_strange_names_and_lengths_have_an_answer(tmp_path, events, said):
     verdict = analyze([traces.write(tmp_path / "rank0.json", events)]).verdict

@@ -9,6 +9,7 @@ from disttrain_cli.analysis.figures import seconds
 from disttrain_cli.analysis.losses import CAUSES
 from disttrain_cli.analysis.sampled import WHOLE, samples_of
 from tests.analysis.kineto import traces
+from tests.cases import first_fast
 
 RANKS, STEPS = 4, 12
 
@@ -27,7 +28,7 @@ def jittered(late=(), seed=0, base=620, by=3):
     ]
 
 
-@pytest.mark.parametrize("rank", range(RANKS))
+@pytest.mark.parametrize("rank", first_fast(range(RANKS), 2))
 def test_a_rank_that_is_late_is_the_straggler(tmp_path, rank):
     found = job(tmp_path, jittered([(rank, 150)]), compute=[600] * RANKS)
     verdict = found.verdict
@@ -73,14 +74,14 @@ def test_a_straggler_that_computes_longer_is_told_from_a_late_host(tmp_path):
     assert found.verdict.place.rank == 2 and "more work" in found.verdict.advice
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", first_fast(range(5)))
 def test_a_clean_job_has_no_straggler(tmp_path, seed):
     found = job(tmp_path, jittered(seed=seed, base=960), compute=[948] * RANKS)
     assert found.verdict.cause == "none" and found.verdict.confidence > 0.9
     assert found.verdict.headline.startswith("No straggler")
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", first_fast(range(3)))
 def test_late_by_turns_is_no_straggler(tmp_path, seed):
     """Someone is always late, but never the same one: that is communication's jitter."""
     chance = random.Random(seed)

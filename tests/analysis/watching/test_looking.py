@@ -27,6 +27,7 @@ def growing(tmp_path):
     return Growing(tmp_path / "calm", tmp_path / "traces")
 
 
+@pytest.mark.slow
 def test_a_fault_that_begins_is_told_within_five_steps_and_once(tmp_path, growing):
     watcher, told = Watcher(tmp_path), []
 

@@ -227,6 +227,7 @@ def start(folder: Path, sleeps_s: float) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.slow
 def test_two_jobs_at_a_time_and_a_maker_that_is_killed(folder: Path) -> None:
     killed = start(folder, 600)
     assert killed.stdout is not None and killed.stdout.readline() == "makes\n"

@@ -36,6 +36,7 @@ def plain(place: int, count: int, *key: int) -> int:
             return thing
 
 
+@pytest.mark.slow
 @given(st.integers(1, 400), st.integers(0, 2**40), st.data())
 @PROPERTY
 def test_everything_once_as_defined(count: int, key: int, data: st.DataObject) -> None:

@@ -147,6 +147,7 @@ def plain_blocks(
             yield key, [drawn[permuted(at, len(drawn), *key, ORDER)] for at in places]
 
 
+@pytest.mark.slow
 @given(cases(), st.integers(0, 20), st.integers(1, 20))
 @PROPERTY
 def test_as_defined(case: Case, first: int, number: int) -> None:

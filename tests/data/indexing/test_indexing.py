@@ -33,6 +33,7 @@ from disttrain_cli.data.indexing.shard_files import Job, parts_of_job, paths_of
 from disttrain_cli.data.sources import Shard, tables
 from disttrain_cli.errors import DataError, SpecError
 from disttrain_cli.spec.runfile import Run
+from tests.cases import mostly_slow
 from tests.data.dataset import (
     INPUTS,
     PROPERTY,
@@ -299,8 +300,9 @@ build_index(make_run(Path(sys.argv[1]), max_bad_fraction=0.2), INPUTS, processes
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_no_process_outlives_the_command(run: Run, number: signal.Signals) -> None:
+@pytest.mark.parametrize("name", mostly_slow(["SIGINT", "SIGTERM", "SIGKILL"], "SIGINT"))
+def test_no_process_outlives_the_command(run: Run, name: str) -> None:
+    number = signal.Signals[name]
     command = subprocess.Popen(
         [sys.executable, "-c", CODE, str(run.folder)], stderr=subprocess.DEVNULL
     )

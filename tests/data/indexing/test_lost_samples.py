@@ -137,6 +137,7 @@ DAMAGE = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("form", "damage"), DAMAGE, ids=[f"{form}-{damage.__name__}" for form, damage in DAMAGE]
 )
@@ -518,6 +519,7 @@ def test_what_a_cut_shard_held(held: list[int], read: int, lost: int | None) -> 
     assert [one.samples for _, one in skipped] == [lost]
 
 
+@pytest.mark.slow
 def test_hosts_that_share_the_shards_count_alike(tmp_path: Path) -> None:
     cut(write(tmp_path, "tar"))
     run = make_run(tmp_path, [{"path": "own"}], max_bad_fraction=0.3)

@@ -36,6 +36,7 @@ from disttrain_cli.spec.plan import Layout, UnitPlan
 from disttrain_cli.spec.profile import Polynomial, Profile
 from disttrain_cli.spec.work import Work
 from tests import profiles
+from tests.cases import first_fast
 from tests.data.dataset import INPUTS, PROPERTY, make_layout
 from tests.data.ordering.test_assigning import check_step, random_batch
 from tests.planning import synthetic
@@ -110,7 +111,11 @@ def best_of(batch: Packing, layout: Layout) -> Best:
     return Best(profile_of(batch), layout, gpus_per_node=8, memory_gib=16.0)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=Layout.describe)
+@pytest.mark.parametrize(
+    "layout",
+    [LAYOUTS[0], *(pytest.param(layout, marks=pytest.mark.slow) for layout in LAYOUTS[1:])],
+    ids=Layout.describe,
+)
 @given(st.integers(0, 10_000))
 @FEW
 def test_every_item_once_and_never_slower_than_none_and_paper(layout: Layout, seed: int) -> None:
@@ -127,7 +132,7 @@ def test_every_item_once_and_never_slower_than_none_and_paper(layout: Layout, se
     assert time_s <= min(others_s) + 1e-9
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=Layout.describe)
+@pytest.mark.parametrize("layout", first_fast(LAYOUTS), ids=Layout.describe)
 def test_it_is_faster_on_skewed_data(layout: Layout) -> None:
     gains = []
     for seed in range(5):
@@ -147,6 +152,7 @@ def _digest() -> str:
     return repr([(one.positions.tolist(), one.carry) for one in places])
 
 
+@pytest.mark.slow
 def test_every_process_finds_the_same() -> None:
     command = [
         sys.executable,
@@ -308,6 +314,7 @@ def test_a_search_over_many_slots_simulates_no_more_of_them(
         simulated.clear()
 
 
+@pytest.mark.slow
 def test_how_many_candidates_are_in_memory_at_once_changes_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -24,6 +24,7 @@ from disttrain_cli.data.sizes import sampled_batch, sizes_of, sizes_of_sample
 from disttrain_cli.data.slots import Assignment
 from disttrain_cli.data.statistics import size_sample
 from disttrain_cli.spec.plan import Layout
+from tests.cases import first_fast
 from tests.data.dataset import INPUTS, PROPERTY
 from tests.data.ordering.test_assigning import LAYOUTS, MONOLITHIC, random_batch
 
@@ -60,7 +61,7 @@ REPLICATED = MONOLITHIC.model_copy(
 
 @pytest.mark.parametrize("layout", [*LAYOUTS, REPLICATED], ids=Layout.describe)
 @pytest.mark.parametrize("policy", ["none", "paper"])
-@pytest.mark.parametrize("carry", [False, True])
+@pytest.mark.parametrize("carry", first_fast([True, False]))
 @given(st.integers(0, 10_000))
 @PROPERTY
 def test_a_size_sample_gives_the_loads_of_training(

@@ -18,6 +18,7 @@ from disttrain_cli.models.tying import tie, tied_layers
 from disttrain_cli.runtime.checkpoints.origin import check, find, start_from, starts, where
 from disttrain_cli.runtime.outputs.export import export
 from disttrain_cli.spec.runfile import Run, read_run
+from tests.cases import first_fast
 from tests.runtime.checkpoints.checkpoint_parts import alone
 from tests.runtime.outputs.test_export import trained, written_run
 
@@ -60,7 +61,7 @@ def _weights(layers: Any) -> dict[str, torch.Tensor]:
     return {f"{layer.name}/{path}": p for layer in layers for path, p in layer.named_parameters()}
 
 
-@pytest.mark.parametrize("kind", ["checkpoint", "export"])
+@pytest.mark.parametrize("kind", first_fast(["checkpoint", "export"]))
 def test_tied_weights_start_both_ends_from_one_tensor(tmp_path: Path, kind: str) -> None:
     before = written_run(_made(tmp_path / "before"), tied=True)
     layers = trained(before, 3)

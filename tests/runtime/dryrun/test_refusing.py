@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.runtime.dryrun.on_fake_cuda import on_fake_cuda
 
 
@@ -39,6 +41,7 @@ def refused() -> dict[str, bool]:
     return found
 
 
+@pytest.mark.slow
 def test_what_no_kernel_takes_is_refused() -> None:
     found = on_fake_cuda(refused)
     assert [name for name, failed in found.items() if failed] == [

@@ -28,6 +28,7 @@ def compiler(folder: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", f"{folder}:/bin:/usr/bin")
 
 
+@pytest.mark.slow
 def test_the_library_is_loaded_from_a_path_with_spaces(cache: Path) -> None:
     variables = shim.environment()
     maps = "print([line for line in open('/proc/self/maps') if 'fake_cuda-' in line])"

@@ -23,6 +23,7 @@ def block() -> list[float]:
         ]
 
 
+@pytest.mark.slow
 def test_alive_and_peak_bytes_are_those_of_a_small_block() -> None:
     before, kept, after, peak = on_fake_cuda(block)
     assert before == 2 + 8  # the weight and the input
@@ -79,6 +80,7 @@ def asked() -> int:
     return below.times
 
 
+@pytest.mark.slow
 def test_no_operator_asks_torch_for_a_device() -> None:
     """Such a question runs through all modes and takes as long as an operator."""
     assert on_fake_cuda(asked) == 0

@@ -205,6 +205,7 @@ def test_deepspeed_splits_states_only_where_there_are_replicas_that_train(
         assert "bf16" not in deepspeed_config(half, layout, trains=False, dp=1)
 
 
+@pytest.mark.slow
 def test_bf16_masters_are_the_weights_as_they_were_loaded(
     world: tuple[Path, torch.device],
 ) -> None:
@@ -225,6 +226,7 @@ def test_bf16_masters_are_the_weights_as_they_were_loaded(
         assert compared > 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_an_update_moves_the_bytes_that_are_priced(
     world: tuple[Path, torch.device], precision: str

@@ -34,6 +34,7 @@ def plans(drawn: list[Drawn]) -> dict[str, list[Record]]:
     return {one.name: one.records() for one in drawn}
 
 
+@pytest.mark.slow
 def test_drawn_plans_run_to_their_end(plans: dict[str, list[Record]]) -> None:
     assert {name: found for name, records in plans.items() if (found := faults(records))} == {}
     operations = [
@@ -77,6 +78,7 @@ def test_the_order_of_gloo_would_hang(
     assert len(full) >= 3
 
 
+@pytest.mark.slow
 def test_an_evaluation_of_slots_in_another_order_is_found(
     drawn: list[Drawn], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -70,6 +70,7 @@ def exported(tmp_path_factory):
     return SimpleNamespace(folder=folder, run=run, layers=layers, said=said)
 
 
+@pytest.mark.slow
 def test_the_folders_load_with_peft_and_give_the_same(exported, monkeypatch):
     from safetensors.torch import load_file
 
@@ -135,6 +136,7 @@ def weights(layers):
     return {f"{layer.name}/{path}": p for layer in layers for path, p in layer.named_parameters()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["checkpoint", "export"])
 def test_another_phase_starts_from_both(exported, tmp_path, kind):
     origin = (
@@ -205,6 +207,7 @@ def on_folder(exported, tmp_path, **lora):
     return changed(run, change), base
 
 
+@pytest.mark.slow
 def test_an_adapter_of_an_unchanged_folder_names_it(exported, tmp_path):
     run, base = on_folder(exported, tmp_path)
     layers = trained(run, start=lambda layers: load_into(layers, run))
@@ -286,6 +289,7 @@ def logits(model):
         return model.eval()(input_ids=ids, pixel_values=pixels).logits
 
 
+@pytest.mark.slow
 def test_adapters_of_a_whole_published_folder_are_one(tmp_path):
     """One folder, over the published one itself, with the projector among `modules_to_save`; the
     same from a run that starts from it, and merged."""

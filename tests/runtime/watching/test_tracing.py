@@ -100,6 +100,7 @@ def counted(folder: Path) -> list[tuple[int, int, int]]:
     ).rows
 
 
+@pytest.mark.slow
 def test_a_killed_rank_leaves_every_step_but_the_last(recorded: Path) -> None:
     folder = recorded / "long"
     assert not list(folder.rglob("*.parquet"))

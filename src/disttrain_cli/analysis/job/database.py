@@ -9,6 +9,7 @@ files and strings of a trace reach SQL only as quoted literals or parameters.
 
 from __future__ import annotations
 
+import math
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -267,10 +268,12 @@ def _choose_starts(connection: DuckDBPyConnection, files: TraceFiles) -> str:
         warnings.append(
             f"job.json describes the start {job.run!r}, which wrote no rows; {last!r} is analysed"
         )
+    most = math.inf if job is None else job.layout.gpus_used
     alike = [
         name
         for name in coords
-        if set(coords[name]) <= set(coords[last]) or set(coords[last]) <= set(coords[name])
+        if set(coords[name]) <= set(coords[last])
+        or (set(coords[last]) <= set(coords[name]) and len(coords[name]) <= most)
     ]
     others = [name for name in coords if name not in alike]
     if others:
