@@ -65,6 +65,7 @@ def chosen_by_library(model: Any, processor: Any) -> list[dict[str, Counter[int]
     ]
 
 
+@pytest.mark.slow
 def test_rows_choose_as_in_the_librarys_own_model(tmp_path: Path) -> None:
     model, processor = write_mixture(tmp_path / "whole")
     write_json(tmp_path / "data")
