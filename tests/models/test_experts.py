@@ -13,9 +13,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from disttrain_cli.models.division import of_experts, whole_shape
-from disttrain_cli.models.experts import expert_weights, join_experts, prepare, shard_experts
+from disttrain_cli.models.experts import (
+    count_rows,
+    expert_weights,
+    join_experts,
+    prepare,
+    shard_experts,
+)
 from disttrain_cli.models.library_decoder import library_decoder
 
 EXPERTS, CHOSEN, WIDTH = 4, 2, 8
@@ -113,6 +120,22 @@ def test_divided_experts_are_those_in_one_place(form: str, routing: str, ep: int
     for name, whole in expected.items():
         parts = torch.cat([one[name] for one in found])
         torch.testing.assert_close(parts, whole, rtol=1e-5, atol=1e-5)
+
+
+def test_rows_are_counted_in_training_and_once_where_activations_are_recomputed() -> None:
+    layer, rows = made("gated"), torch.randn(6, WIDTH, requires_grad=True)
+    index = torch.tensor([[0, 3], [3, 1], [0, 3], [3, 1], [1, 0], [3, 0]])
+    described = SimpleNamespace(experts=(EXPERTS, CHOSEN, WIDTH), named_modules=layer.named_modules)
+    counted = count_rows(described, torch.device("cpu"))  # type: ignore[arg-type]
+    assert counted is not None
+    weights = torch.ones(6, CHOSEN)
+    with torch.no_grad():
+        layer["experts"](rows, index, weights)
+    assert counted.tolist() == [4, 3, 0, 5]
+    checkpoint(layer["experts"], rows, index, weights, use_reentrant=False).sum().backward()
+    assert counted.tolist() == [8, 6, 0, 10]
+    layer.eval()["experts"](rows, index, weights)
+    assert counted.tolist() == [8, 6, 0, 10]
 
 
 def test_a_shard_knows_all_experts() -> None:

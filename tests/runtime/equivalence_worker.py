@@ -162,6 +162,7 @@ def ranks(payload: dict[str, Any]) -> None:
                     set_lrs(engine.optimizer, engine.train_spec, step)
                     engine.run_step(order, fetcher(loader, device, dtype, place_of(place))(order))
                     history.append([*engine.step_losses.values(), engine.grad_norm()])
+                    check_experts(engine, run)
             check_twins(engine)
             last = first + case["steps"]
             checkpoint.save(out / "checkpoints", last, made_from, engine, keep=1)
@@ -169,6 +170,13 @@ def ranks(payload: dict[str, Any]) -> None:
             if place.rank == 0:
                 (out / "history.json").write_text(json.dumps(history))
             engine.stage.destroy()
+
+
+def check_experts(engine: UnitEngine, run: Run) -> None:
+    """That every row of a step was counted at the experts that it chooses, one or two, once."""
+    tokens = run.file.train.global_batch_size * run.file.data.sequence_length
+    for rows in engine.expert_rows.last.values():
+        assert sum(rows) in (tokens, 2 * tokens), rows
 
 
 def check_twins(engine: UnitEngine) -> None:

@@ -68,8 +68,11 @@ class Graph(Passes):
     devices: dict[str, float]  # unit → devices that one of its ranks represents
     # [passes, steps] part of `recorded.gap` due to start delays of a rehearsal's own host
     late: Floats
-    # [passes, steps] part of `recorded.compute` in TP or CP collectives; NaN: unknown
+    # [passes, steps] part of `recorded.compute` in TP, CP or EP collectives; NaN: unknown
     exchanged: Floats
+    # [passes] number in its stage of the ranks that wait for each other: a replica's, or those of
+    # neighbouring replicas with one EP group
+    waiting: Ints
     # [passes] seconds that the profile predicts for a transfer; infinite if it has none
     expected: Floats
     # seconds that it predicts for reduction and optimizer after the last pass; infinite likewise

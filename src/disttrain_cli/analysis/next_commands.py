@@ -21,6 +21,10 @@ SLOWEST_LINKS = (
 HOST_GAPS = (
     'disttrain analyze --sql "SELECT host, rank, avg(gap_s) FROM idle GROUP BY ALL ORDER BY 3 DESC"'
 )
+EXPERT_LOAD = (
+    'disttrain analyze --sql "SELECT step, layer, list_max(rows) / list_avg(rows) AS load FROM'
+    ' experts ORDER BY load DESC LIMIT 20"'
+)
 
 
 def plan_again(paths: list[Path]) -> str:

@@ -12,6 +12,7 @@ from disttrain_cli.analysis.losses import Losses
 from disttrain_cli.analysis.next_commands import (
     AGAIN,
     AGAIN_REHEARSED,
+    EXPERT_LOAD,
     HOST_GAPS,
     LEVEL,
     REMEASURE,
@@ -81,8 +82,10 @@ class Record:
     core_wait_s: float | None = None  # seconds per step that a runnable rank waited for a core
     remedies: Sequence[Remedy] = ()
     operations: Sequence[OperationRow] = ()
-    # by rank, the share of its passes that the others of its TP or CP group wait for
+    # by rank, the share of its passes that the others of its TP, CP or EP group wait for
     waited_for: Mapping[int, float] = field(default_factory=dict)
+    # by rank, the rows of its experts over the mean of its EP group
+    expert_loads: Mapping[int, float] = field(default_factory=dict)
     clocks_s: float = 0.0  # remaining error of the hosts' corrected clocks
     steps_measured: int = 0  # at most 32 of them are replayed
     slow_clocks: Mapping[int, SlowClock] = field(default_factory=dict)  # by rank
@@ -319,7 +322,7 @@ def _worker(record: Record, finding: Finding) -> Told:
     waited = record.waited_for.get(int(place.rank or 0), 0.0) if len(finding.places) == 1 else 0.0
     evidence = []
     if waited >= SMALLEST_SHARE:
-        told += ", and the other ranks of its group wait for it in TP or CP communication"
+        told += ", and the other ranks of its group wait for it in communication"
         evidence.append(
             Evidence(
                 what=f"rank {place.rank}: passes in which the other ranks of its group wait for it",
@@ -363,6 +366,35 @@ def _worker(record: Record, finding: Finding) -> Told:
         ],
         advice,
         slow_rank(int(named[0].rank or 0)),
+    )
+
+
+def _experts(record: Record, finding: Finding) -> Told:
+    places, place = finding.places[:MOST_PLACES], finding.places[0]
+    loads = [record.expert_loads[int(one.rank or 0)] for one in places]
+    who = f"rank {place.rank}" if len(places) == 1 else _ranks(places).lower()
+    return Told(
+        place,
+        f"Expert load: the experts of {who} ({place.named}) get {max(loads):.2f} times the mean"
+        " rows of their EP group, which waits for them",
+        [
+            *(
+                Evidence(
+                    what=f"rank {one.rank}: rows of its experts ÷ mean of its EP group",
+                    value=load,
+                    unit="ratio",
+                )
+                for one, load in zip(places, loads, strict=True)
+            ),
+            Evidence(
+                what=f"rank {place.rank}: passes in which the other ranks of its group wait for it",
+                value=record.waited_for[int(place.rank or 0)],
+                unit="share of their time",
+            ),
+        ],
+        "No device is slow: balance the router (auxiliary loss, bias), or set a lower ep, whose"
+        " ranks have more experts to even out.",
+        EXPERT_LOAD,
     )
 
 
@@ -580,6 +612,7 @@ _DETAILS: Mapping[str, Callable[[Record, Finding], Told]] = {
     "inter_microbatch": _inter,
     "stage": _stage,
     "worker": _worker,
+    "experts": _experts,
     "communication": _communication,
     "data": _data,
     "host": _host,

@@ -32,7 +32,7 @@ UNEVEN = ("intra_microbatch", "inter_microbatch")
 #: Causes that a job avoids by running without a host.
 OF_HOSTS = ("worker", "host")
 #: Causes in the ranks or between them.
-IN_RANKS = ("worker", "communication", "host")
+IN_RANKS = ("worker", "experts", "communication", "host")
 
 
 def rows_of(record: Record, findings: Sequence[Finding]) -> list[Cause]:
@@ -143,7 +143,7 @@ def _remarks(
         if one is not main:
             yield _also(record, one, one in large)
     # worker, host and stage make a unit slower by themselves, shared cores make all units slower
-    if record.shared_cores or main.cause not in (*OF_HOSTS, "stage"):
+    if record.shared_cores or main.cause not in (*OF_HOSTS, "stage", "experts"):
         yield _Remark(_slower_than_predicted(record), [])
     yield _how_often(record, main)
     if _one_event(record, main):

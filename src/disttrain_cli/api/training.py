@@ -227,11 +227,9 @@ def rehearse(
     chosen, profile = checked_plan(opened, plan)
     from disttrain_cli.mitigation.looking_after import looked_after
     from disttrain_cli.mitigation.replanning import goes_on_with
-    from disttrain_cli.planning.check import refuse_experts
     from disttrain_cli.runtime.launching.starts import alone
     from disttrain_cli.runtime.rehearsal import rehearse as rehearsing
 
-    refuse_experts(chosen, "A rehearsal")
     folder = opened.dir.rehearsal
     with alone(folder):
         now = goes_on_with(folder, chosen) if resume else chosen

@@ -22,7 +22,18 @@ MOST_RANKS, MOST_COLLECTIVES, MOST_KERNELS = 32, 8, 10
 
 def render(console: Console, analysis: Analysis) -> None:
     """Print verdict, evidence and job, then the format's tables, then the figures' limits."""
-    for show in (_verdict, _evidence, _causes, _job, _units, _inside, _memory, _lost, _remedies):
+    for show in (
+        _verdict,
+        _evidence,
+        _causes,
+        _job,
+        _units,
+        _inside,
+        _memory,
+        _experts,
+        _lost,
+        _remedies,
+    ):
         show(console, analysis)
     if analysis.format == "kineto":
         _kineto(console, analysis)
@@ -158,6 +169,27 @@ def _inside(console: Console, analysis: Analysis) -> None:
                 ),
             ]
             for row in analysis.inside[:MOST_OPERATIONS]
+        ],
+    )
+
+
+def _experts(console: Console, analysis: Analysis) -> None:
+    shown = sorted(analysis.experts, key=lambda row: -row.load)[:MOST_OPERATIONS]
+    console.table(
+        "Rows by expert, all ranks and per step; layers with the fullest expert first",
+        ["module", "layer", "experts", "mean rows", "fullest ÷ mean", "expert", "in use", ""],
+        [
+            [
+                row.module,
+                row.layer,
+                len(row.rows),
+                figure(sum(row.rows) / len(row.rows)),
+                f"{row.load:.2f}",
+                row.fullest,
+                f"{row.in_use:.1f}",
+                "collapsed" if row.collapsed else "",
+            ]
+            for row in shown
         ],
     )
 

@@ -74,29 +74,53 @@ def exchanged_ms(
     in_context = context.exchanged_ms(profile, name, cost, shape, does)
     if shape.ep == 1 or cost.experts is None:
         return in_context
-    size = _row_bytes(profile, cost.experts) / shape.tp_cp_size
-    node = profile.links.gpus_per_node
-    latency_s, byte_s = (
-        exchange_s(profile.links, each, shape.ep, min(shape.ep, node or shape.ep))
-        for each in (0.0, 1.0)
-    )
-    moved = 2.0 * COPIES * moved_s(profile.device, profile.precision, size)
-    row_s = 2.0 * size * (byte_s - latency_s) + moved
-    load = routing.slowest(cost.experts, ep=shape.ep, rows=_sent_rows(profile, name, shape))
-    once = by_rows(profile, name, 2.0 * latency_s, load * row_s)
+    latency_s = exchange_s(profile.links, 0.0, shape.ep, _in_node(profile, shape))
+    load = routing.slowest(cost.experts, ep=shape.ep, rows=sent_rows(profile, name, shape))
+    once = by_rows(profile, name, 2.0 * latency_s, 0.0)
     waiting, gradient = _computing_ms(profile, name, cost, shape, does)
-    forward = combine(
-        (1.0, once), (1e3 * latency_s, Polynomial(base=1.0)), (load - 1.0, waiting)
-    )  # with counts
+    loaded = load_ms(profile, name, cost, shape, does)
+    forward = combine(  # with counts
+        (1.0, once), (1e3 * latency_s, Polynomial(base=1.0)), (load, loaded[0]), (-1.0, waiting)
+    )
     backward = (
         NOTHING
         if does == "still"
-        else combine((1.0, once), (load - 1.0, gradient), (float(shape.recompute), forward))
+        else combine(
+            (1.0 + shape.recompute, once),
+            (1e3 * latency_s * shape.recompute, Polynomial(base=1.0)),
+            (load, loaded[1]),
+            (-1.0, gradient),
+            (-1.0 * shape.recompute, waiting),
+        )
     )
     return (
         combine((1.0, in_context[0]), (1.0, forward)),
         combine((1.0, in_context[1]), (1.0, backward)),
     )
+
+
+def load_ms(
+    profile: Profile, name: str, cost: LayerCost, shape: ParallelShape, does: Backward
+) -> tuple[Polynomial, Polynomial]:
+    """Return the part of a layer's forward and backward in proportion to its fullest rank's rows.
+
+    It is that of an EP group whose ranks have equal loads. By the work of a replica.
+    """
+    assert cost.experts is not None
+    size, in_node = _row_bytes(profile, cost.experts) / shape.tp_cp_size, _in_node(profile, shape)
+    latency_s, byte_s = (exchange_s(profile.links, each, shape.ep, in_node) for each in (0.0, 1.0))
+    moved = 2.0 * COPIES * moved_s(profile.device, profile.precision, size)
+    rows = by_rows(profile, name, 0.0, 2.0 * size * (byte_s - latency_s) + moved)
+    waiting, gradient = _computing_ms(profile, name, cost, shape, does)
+    forward = combine((1.0, rows), (1.0, waiting))
+    if does == "still":
+        return forward, NOTHING
+    return forward, combine((1.0, rows), (1.0, gradient), (float(shape.recompute), forward))
+
+
+def _in_node(profile: Profile, shape: ParallelShape) -> int:
+    """Return the ranks of an EP group in a node."""
+    return min(shape.ep, profile.links.gpus_per_node or shape.ep)
 
 
 def _computing_ms(
@@ -124,7 +148,7 @@ def _computing_ms(
     return forward, backward
 
 
-def _sent_rows(profile: Profile, name: str, shape: ParallelShape) -> float:
+def sent_rows(profile: Profile, name: str, shape: ParallelShape) -> float:
     """Return the rows of a mean sequence on a rank: the fewest that a microbatch has."""
     mean = profile.modules[name].work_per_sequence
     return max(1.0, context.rows(profile, name, mean) / shape.tp_cp_size)
@@ -141,7 +165,7 @@ def kept_load(profile: Profile, name: str, cost: LayerCost, shape: ParallelShape
     return routing.fullest(
         cost.experts,
         ep=shape.ep,
-        rows=_sent_rows(profile, name, shape),
+        rows=sent_rows(profile, name, shape),
         layers=max(1, _mixtures(profile, name) // stages),
     )
 
@@ -153,7 +177,7 @@ def working_load(profile: Profile, name: str, cost: LayerCost, shape: ParallelSh
     return routing.fullest(
         cost.experts,
         ep=shape.ep,
-        rows=_sent_rows(profile, name, shape),
+        rows=sent_rows(profile, name, shape),
         quantile=1.0 - (1.0 - routing.QUANTILE) / mixtures,
     )
 

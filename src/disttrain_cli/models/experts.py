@@ -100,6 +100,27 @@ def join_experts(layer: PipelineLayer, group: Group | None) -> None:
         part.forward = partial(_dispatched, part.forward, part.num_experts, group)
 
 
+def count_rows(layer: PipelineLayer, device: torch.device) -> Tensor | None:
+    """Count the rows of this rank that choose each expert of a layer; return the counter [E].
+
+    Every forward in training mode adds to it, recomputation apart: two small kernels per pass. E
+    are the experts of all ranks of an EP group. None for a layer without them.
+    """
+    if layer.experts is None:
+        return None
+    rows_E = torch.zeros(layer.experts[0], dtype=torch.int64, device=device)
+
+    def count(part: nn.Module, given: tuple[Tensor, ...]) -> None:
+        # inside a backward (task id) it is a recomputation
+        if part.training and torch._C._current_graph_task_id() < 0:
+            chosen_S = given[1].flatten()
+            rows_E.scatter_add_(0, chosen_S, torch.ones_like(chosen_S))
+
+    for _, part in mixtures(layer):
+        part.register_forward_pre_hook(count)
+    return rows_E
+
+
 def _dispatched(
     experts: Callable[[Tensor, Tensor, Tensor], Tensor],
     count: int,
@@ -119,7 +140,7 @@ def _dispatched(
         index_RK: of all experts of the group.
     """
     expert_S, order_S = index_RK.flatten().sort(stable=True)
-    taken_E, give, take = _counts(expert_S, count, group)
+    taken_E, give, take = counts(expert_S, count, group)
     arrived_TD = _Exchange.apply(rows_RD[order_S // index_RK.shape[1]], give, take, group)
     own_T = torch.arange(count, device=rows_RD.device).repeat(group.size)
     own_T = own_T.repeat_interleave(taken_E, output_size=sum(take))
@@ -132,7 +153,7 @@ def _dispatched(
     return weighted_SD.view(*index_RK.shape, rows_RD.shape[1]).sum(1).to(rows_RD.dtype)
 
 
-def _counts(expert_S: Tensor, count: int, group: Group) -> tuple[Tensor, list[int], list[int]]:
+def counts(expert_S: Tensor, count: int, group: Group) -> tuple[Tensor, list[int], list[int]]:
     """Return the rows from each rank for each local expert, and the rows to and from each rank.
 
     The host waits for its device here, once.

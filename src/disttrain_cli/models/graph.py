@@ -54,6 +54,7 @@ class LayerInfo:
     frozen: bool = False
     # `PipelineLayer.tied`
     tied: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    experts: int = 0  # number of them, in a layer whose experts an EP group may divide
 
 
 def describe(run: Run) -> ModelInputs:
@@ -336,4 +337,5 @@ def _info(layer: PipelineLayer) -> LayerInfo:
         ),
         layer.frozen,
         layer.tied,
+        0 if layer.experts is None else layer.experts[0],
     )

@@ -161,20 +161,6 @@ def refuse_not_run(plan: Plan, run: RunFile, profile: Profile) -> None:
         )
 
 
-def refuse_experts(plan: Plan, what: str) -> None:
-    """Reject a plan with expert parallelism for a purpose that does not know of it.
-
-    Raises:
-        SpecError: `what` (a noun) and the units are named.
-    """
-    if units := [unit for unit in plan.plan.units if unit.ep > 1]:
-        raise SpecError(
-            f"{what} does not support units with EP above 1",
-            ", ".join(f"{unit.name} has EP {unit.ep}" for unit in units),
-            "Set ep: 1 in a copy of the plan for it, or train with the plan as it is.",
-        )
-
-
 def _check_choices(plan: Plan, run: RunFile) -> None:
     """Check settings fixed by the run file: trained modules, ZeRO stage, recomputation."""
     layout, train = plan.plan, run.train

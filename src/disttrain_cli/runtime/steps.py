@@ -7,7 +7,7 @@ import json
 import os
 import resource
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from disttrain_cli.data.ordering.loads import order_loads
 from disttrain_cli.data.packing import Packing
 from disttrain_cli.data.sizes import Sizes, sizes_of
 from disttrain_cli.data.slots import StepOrder
+from disttrain_cli.models.graph import LayerInfo, layer_table
 from disttrain_cli.models.layer import Batch
 from disttrain_cli.runtime.checkpoints.averaging import Average
 from disttrain_cli.runtime.checkpoints.checkpoint import Saver
@@ -39,7 +40,12 @@ from disttrain_cli.runtime.watching.host_memory import (
     watched_memory,
 )
 from disttrain_cli.runtime.watching.profiles import StepProfiler
-from disttrain_cli.runtime.watching.tracing import sample_writer, size_writer, step_writer
+from disttrain_cli.runtime.watching.tracing import (
+    expert_writer,
+    sample_writer,
+    size_writer,
+    step_writer,
+)
 from disttrain_cli.runtime.watching.watch import REASONS, Watch
 from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.profile import Profile
@@ -105,11 +111,14 @@ def run_steps(
         engine.tracer,
     )
     traced = (task.dir.traces, task.name, task.say)
-    writers = steps, sizes, samples = (
+    kept_steps = run.file.train.keep_trace_steps
+    writers = steps, sizes, samples, experts = (
         step_writer(*traced),
-        size_writer(*traced, run.file.train.keep_trace_steps),
-        sample_writer(*traced, run.file.train.keep_trace_steps),
+        size_writer(*traced, kept_steps),
+        sample_writer(*traced, kept_steps),
+        expert_writer(*traced, kept_steps),
     )
+    table = layer_table(run)
     step, last, stopped, warned = task.first, task.last, "", False
     outside_gib = UNKNOWN
     with (
@@ -177,12 +186,17 @@ def run_steps(
                     "learning_rate": learning_rate(run.file.train, "", step),
                     "skipped_steps": engine.skipped_steps,
                     "data_weights": mixed,
+                    "expert_load": _loads(table, engine.expert_rows.last),
                     **evaluated,
                 }
                 steps.rows.append(row | {"end_ns": end_ns})
                 batch, told = data.batch(step), {"run": task.name, "step": step}
                 sizes.rows += [told | more for more in _some_sizes(sizes_of(batch))]
                 samples.rows += [told | more for more in contents(order, batch, layout)]
+                experts.rows += [
+                    told | {"module": table[layer].module, "layer": layer, "rows": rows}
+                    for layer, rows in engine.expert_rows.last.items()
+                ]
                 publish(task.steps_file, row)
                 if task.watch is not None:
                     task.watch.step(row)
@@ -209,6 +223,18 @@ def run_steps(
                     writer.flush()
             tracer.end_step()
     return stopped if step < last else ""
+
+
+def _loads(table: Sequence[LayerInfo], rows: Mapping[int, Sequence[int]]) -> dict[str, float]:
+    """Return, by module with experts, the most rows of an expert over the mean of its layer.
+
+    It is the mean over the module's layers.
+    """
+    by_module: dict[str, list[float]] = {}
+    for layer, counts in rows.items():
+        if total := sum(counts):
+            by_module.setdefault(table[layer].module, []).append(max(counts) * len(counts) / total)
+    return {module: sum(loads) / len(loads) for module, loads in by_module.items()}
 
 
 def _standing(task: Task, evaluated: dict[str, Any]) -> dict[str, Any]:

@@ -47,12 +47,18 @@ def grouped(pipeline: Pipeline, shares: Sequence[Sequence[int]]) -> Pipeline:
 def unit_shares(layout: Layout, gpus_per_process: int) -> list[list[int]]:
     """Return, by unit, the number of replicas in each process of one of its stages, evenly divided.
 
-    A process represents complete replicas, at least one.
+    A process represents complete replicas, at least one, of whole EP groups or of one of them, of
+    which all processes then have as many.
     """
     shares = []
     for unit in layout.units:
-        processes = -(-unit.dp // max(1, gpus_per_process // unit.tp_cp_size))
-        shares.append([(unit.dp + more) // processes for more in reversed(range(processes))])
+        each, together = max(1, gpus_per_process // unit.tp_cp_size), unit.replicas_together
+        block = max(size for size in range(1, min(each, together) + 1) if together % size == 0)
+        blocks, most = unit.dp // block, each // block if block == together else 1
+        processes = -(-blocks // most)
+        shares.append(
+            [block * ((blocks + more) // processes) for more in reversed(range(processes))]
+        )
     return shares
 
 

@@ -12,6 +12,8 @@ Layout of `runs/NAME/traces/`:
                                           written by rank 0
     samples/segment-00000.parquet         rows of `SAMPLE_COLUMNS`: the samples of every slot,
                                           written by rank 0
+    experts/segment-00000.parquet         rows of `EXPERT_COLUMNS`: how many rows chose each expert,
+                                          written by rank 0
     kineto/rank-00003-start-000.json.gz   torch's profile of the steps of `train --profile-steps`
 
 Segments carry a run number in their name when a run is resumed, so nothing is overwritten.
@@ -66,7 +68,7 @@ OPERATIONS = (
 # for encoder and generator, images read for the LLM); bytes of a transfer; peer is the other rank,
 # -1 for several or none; late_ns is the part of a rehearsal's `receive_*` by which its message was
 # delayed by the host, not by the emulated link; exchange_ns is the part of a forward or backward in
-# which the rank communicated with its TP or CP group, waiting included; null without such groups;
+# which the rank communicated with its TP, CP or EP group, waiting included; null without any;
 # sm_mhz, power_w and throttle (bits of `THROTTLES`) are the state of the rank's GPU late in a step,
 # while the host waits for it, on the row of its optimizer; null elsewhere and where unknown.
 TRACE_COLUMNS: dict[str, str] = {
@@ -164,6 +166,17 @@ SAMPLE_COLUMNS: dict[str, str] = {
     "tokens": "int64",
     "samples": "list<int64>",
     "names": "list<string>",
+}
+
+
+# Rows that chose each expert of a layer in a step, over all ranks: tokens times experts per token.
+# `layer` is its index in the model, `rows` are in the order of the experts.
+EXPERT_COLUMNS: dict[str, str] = {
+    "run": "string",
+    "step": "int32",
+    "module": "string",
+    "layer": "int32",
+    "rows": "list<int64>",
 }
 
 

@@ -126,3 +126,28 @@ def test_processes_are_known_by_the_rank_that_they_stand_for():
         6: 10,
         7: -1,
     }
+
+
+@pytest.mark.parametrize(
+    ("tp", "ep", "per_process", "shares", "processes"),
+    [
+        (1, 4, 1, [1] * 8, 4),
+        (1, 4, 2, [2] * 4, 2),
+        (1, 4, 3, [2] * 4, 2),  # a part of an EP group, of which all processes have as many
+        (1, 4, 4, [4] * 2, 1),
+        (1, 4, 6, [4] * 2, 1),
+        (1, 4, 8, [8], 1),
+        (2, 4, 2, [1] * 8, 2),
+        (4, 2, 4, [1] * 8, 1),  # groups inside a replica
+    ],
+)
+def test_processes_have_whole_ep_groups_or_parts_of_one(
+    tp: int, ep: int, per_process: int, shares: list[int], processes: int
+) -> None:
+    plan = layout(1, 8, tp)
+    units = [plan.units[0], plan.units[1].model_copy(update={"ep": ep})]
+    plan = plan.model_copy(update={"units": units})
+    found = dict(zip(["eye", "llm"], unit_shares(plan, per_process), strict=True))
+    assert found["llm"] == shares
+    joined = joined_layout(plan, found).units[1]
+    assert (joined.ep, joined.dp) == (processes, len(shares))

@@ -358,6 +358,10 @@ def test_wandb_takes_figures_and_goes_on_under_the_same_name(
     ]
 
 
+def test_trackers_show_the_load_of_experts_by_module() -> None:
+    assert figures({"expert_load": {"llm": 1.5}}) == {"experts/llm": 1.5}
+
+
 def drawn_samples(folder: Path) -> Samples:
     """An image that was drawn, one that was read, and an answer, in a folder."""
     folder.mkdir(parents=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +21,7 @@ from disttrain_cli.analysis.job.comparisons import compare_sums
 from disttrain_cli.analysis.job.costing import peak_of, shares_cores
 from disttrain_cli.analysis.job.database import Database
 from disttrain_cli.analysis.job.device_clocks import slow_clocks
+from disttrain_cli.analysis.job.experts import expert_rows, named, rank_loads
 from disttrain_cli.analysis.job.files import recorded_steps
 from disttrain_cli.analysis.job.graph import build_graph
 from disttrain_cli.analysis.job.inside import inside
@@ -92,9 +94,16 @@ def analyze_database(database: Database, layouts: Layouts = other_layouts) -> An
     operations = compare_operations(database)
     comparisons = compare_sums(database, times, operations, 1 - shares["compute"], mfu)
     moved = moved_data(database)
-    ranks = rank_summaries(database)
+    ranks, experts = rank_summaries(database), expert_rows(database)
     stragglers, verdict, causes, study, helps = _straggle(
-        database, shares, ranks, comparisons, operations, bool(moved), layouts
+        database,
+        shares,
+        ranks,
+        comparisons,
+        operations,
+        bool(moved),
+        layouts,
+        rank_loads(database, experts),
     )
     summary = JobSummary(
         run=database.run,
@@ -140,6 +149,7 @@ def analyze_database(database: Database, layouts: Layouts = other_layouts) -> An
         clocks=database.clocks,
         inside=profiled,
         memory=_memory(database),
+        experts=experts,
         learning=_learning(database),
         warnings=list(dict.fromkeys(database.warnings)),
     )
@@ -221,6 +231,7 @@ def _straggle(
     operations: list[OperationRow],
     moved_on: bool,
     gains: Layouts,
+    loads: Mapping[int, float],
 ) -> tuple[Stragglers, Verdict, list[Cause], WhatIf | None, list[Remedy]]:
     graph, job = build_graph(database), database.job
     if graph is None:
@@ -246,7 +257,9 @@ def _straggle(
     losses, suspects = split_losses(graph, why), own_suspects(graph, why, where)
     planned = job is not None and not moved_on and can_replan(record_of(database, graph))
     layouts = gains(database, graph, why, moved_on)
+    waited = beside(graph, held_up(graph))
     findings, state = _causes(graph, suspects, job, planned)
+    findings = named(findings, loads, waited)
     helps = remedies(database, graph, suspects, layouts, [one for one in findings if one.regained])
     if planned:
         leaving = left_out(database, graph, why, findings, where)
@@ -274,7 +287,8 @@ def _straggle(
             "SELECT avg(core_wait_s) AS waited FROM steps JOIN windows USING (step) WHERE measured"
         )[0]["waited"],
         operations=operations,
-        waited_for=beside(graph, held_up(graph)),
+        waited_for=waited,
+        expert_loads=loads,
         clocks_s=max((one.error_us or 0.0 for one in database.clocks if one.applied), default=0.0)
         / 1e6,
         steps_measured=database.query("iterations")[0]["measured"],

@@ -129,6 +129,7 @@ def _header(database: Database, chosen: list[dict[str, Any]]) -> str:
             ),
             "steps": rows("FROM steps WHERE list_contains($steps, step) ORDER BY step"),
             "sizes": rows("FROM sizes WHERE list_contains($steps, step) ORDER BY step"),
+            "experts": rows("FROM experts WHERE list_contains($steps, step) ORDER BY step, layer"),
             "samples": rows(
                 "SELECT s.* FROM sample_segments s JOIN kept USING (step, run) "
                 "WHERE list_contains($steps, step) ORDER BY step"

@@ -32,6 +32,7 @@ from disttrain_cli.errors import DataError
 from disttrain_cli.spec.rundir import RunDir, run_folder
 from disttrain_cli.spec.stage_graph import cuts_of
 from disttrain_cli.spec.trace import (
+    EXPERT_COLUMNS,
     SAMPLE_COLUMNS,
     SIZE_COLUMNS,
     STEP_COLUMNS,
@@ -196,6 +197,7 @@ def _sourced(files: TraceFiles, connection: DuckDBPyConnection) -> TraceFiles:
         ("step_segments", "steps", files.steps, STEP_COLUMNS),
         ("size_segments", "sizes", files.sizes, SIZE_COLUMNS),
         ("sample_segments", "samples", files.samples, SAMPLE_COLUMNS),
+        ("expert_segments", "experts", files.experts, EXPERT_COLUMNS),
     ):
         rows = files.open_segments.get(given)
         _make_source(connection, name, kept, rows, columns, usable(name))
@@ -304,9 +306,10 @@ def _choose_starts(connection: DuckDBPyConnection, files: TraceFiles) -> str:
         "CREATE VIEW steps AS SELECT s.* FROM step_segments s JOIN kept USING (step, run) "
         "QUALIFY row_number() OVER (PARTITION BY step ORDER BY end_ns DESC) = 1"
     )
-    connection.execute(
-        "CREATE VIEW sizes AS SELECT s.* FROM size_segments s JOIN kept USING (step, run)"
-    )
+    for view, segments in (("sizes", "size_segments"), ("experts", "expert_segments")):
+        connection.execute(
+            f"CREATE VIEW {view} AS SELECT s.* FROM {segments} s JOIN kept USING (step, run)"
+        )
     repeated = connection.execute("SELECT count(*) FROM kept WHERE starts > 1").fetchall()[0][0]
     first, earlier = connection.execute(
         "SELECT first, (SELECT count(DISTINCT step) FROM step_segments WHERE NOT"

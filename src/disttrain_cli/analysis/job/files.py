@@ -17,6 +17,7 @@ from disttrain_cli.analysis.sql import literals, no_glob
 from disttrain_cli.calls import argument, spelled
 from disttrain_cli.errors import DataError, SpecError
 from disttrain_cli.spec.trace import (
+    EXPERT_COLUMNS,
     SAMPLE_COLUMNS,
     SIZE_COLUMNS,
     STEP_COLUMNS,
@@ -54,6 +55,7 @@ class TraceFiles:
     steps: dict[Path, Footer] = field(default_factory=dict)
     sizes: dict[Path, Footer] = field(default_factory=dict)
     samples: dict[Path, Footer] = field(default_factory=dict)
+    experts: dict[Path, Footer] = field(default_factory=dict)
     # rows by the names of the fields above
     open_segments: dict[str, pa.Table] = field(default_factory=dict)
     job: Job | None = None
@@ -75,7 +77,7 @@ class TraceFiles:
 
     @property
     def all(self) -> list[Path]:
-        return [*self.segments, *self.steps, *self.sizes, *self.samples]
+        return [*self.segments, *self.steps, *self.sizes, *self.samples, *self.experts]
 
 
 def find_traces(paths: list[Path], connection: DuckDBPyConnection) -> TraceFiles:
@@ -113,6 +115,7 @@ def find_traces(paths: list[Path], connection: DuckDBPyConnection) -> TraceFiles
             ("steps", "steps", STEP_COLUMNS),
             ("sizes", "sizes", SIZE_COLUMNS),
             ("samples", "samples", SAMPLE_COLUMNS),
+            ("experts", "experts", EXPERT_COLUMNS),
         ):
             files, recorded = segments_of(folder.glob(pattern))
             kept: dict[Path, Footer] = getattr(traces, name)

@@ -34,6 +34,7 @@ NEEDED = {
     "step_segments": ("run", "step", "end_ns", "iteration_s"),
     "size_segments": ("run", "step", "tokens", "length_sq", "images", "targets"),
     "sample_segments": ("run", "step"),
+    "expert_segments": ("run", "step", "layer", "rows"),
 }
 
 

@@ -122,6 +122,7 @@ def build_graph(database: Database) -> Graph | None:
         window=window,
         late=late,
         exchanged=table["exchange_s"],
+        waiting=columns["replica"].astype(np.int64) // _together(database.job, columns["unit"]),
         devices={
             row["unit"]: row["devices_per_rank"]
             for row in database.sql("SELECT unit, devices_per_rank FROM units")
@@ -142,6 +143,12 @@ def build_graph(database: Database) -> Graph | None:
         lost=lost,
         crowded=_crowded(database.job, table["duration_s"], window),
     )
+
+
+def _together(job: Job | None, units: NDArray[Any]) -> Ints:
+    """Return the neighbouring replicas that wait for each other, by the unit of each pass."""
+    spans = {} if job is None else {one.name: one.replicas_together for one in job.layout.units}
+    return np.array([spans.get(str(unit), 1) for unit in units], dtype=np.int64)
 
 
 def _numbered(operations: NDArray[Any]) -> Ints:

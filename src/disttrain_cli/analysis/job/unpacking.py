@@ -21,7 +21,14 @@ from disttrain_cli.analysis.kineto.splitting import Reading, split_events
 from disttrain_cli.calls import call
 from disttrain_cli.errors import DataError
 from disttrain_cli.spec.progress import silent
-from disttrain_cli.spec.trace import SAMPLE_COLUMNS, SIZE_COLUMNS, STEP_COLUMNS, TRACE_COLUMNS, Job
+from disttrain_cli.spec.trace import (
+    EXPERT_COLUMNS,
+    SAMPLE_COLUMNS,
+    SIZE_COLUMNS,
+    STEP_COLUMNS,
+    TRACE_COLUMNS,
+    Job,
+)
 
 if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection
@@ -109,6 +116,7 @@ class _Header(msgspec.Struct):
     steps: list[dict[str, Any]]
     sizes: list[dict[str, Any]]
     samples: list[dict[str, Any]]
+    experts: list[dict[str, Any]] = []
     name: str | None = None
 
 
@@ -118,7 +126,8 @@ _EVENTS = msgspec.json.Decoder(list[_Event])
 def unpack(file: Path, connection: DuckDBPyConnection) -> TraceFiles:
     """Create and fill the tables of the trace from a file.
 
-    The tables are `segments`, `step_segments`, `size_segments`, `sample_segments` and `windows`.
+    The tables are `segments`, `step_segments`, `size_segments`, `sample_segments`,
+    `expert_segments` and `windows`.
 
     Raises:
         DataError: the file is damaged, or of another version.
@@ -152,6 +161,7 @@ def unpack(file: Path, connection: DuckDBPyConnection) -> TraceFiles:
         ("step_segments", STEP_COLUMNS, header.steps),
         ("size_segments", SIZE_COLUMNS, header.sizes),
         ("sample_segments", SAMPLE_COLUMNS, header.samples),
+        ("expert_segments", EXPERT_COLUMNS, header.experts),
     ):
         _from_json(
             connection, table, {column: TYPES[kind] for column, kind in columns.items()}, rows

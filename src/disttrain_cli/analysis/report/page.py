@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from disttrain_cli.analysis.report import devices, predictions, sections, tables
+from disttrain_cli.analysis.report.experts import experts
 from disttrain_cli.analysis.report.generated import generated
 from disttrain_cli.analysis.report.pictures import Pictures
 from disttrain_cli.analysis.result.summary import Analysis
@@ -107,6 +108,7 @@ def body(analysis: Analysis, pictures: Pictures, images: list[Path]) -> str:
         ),
         (predictions.operations(analysis), ""),
         (predictions.memory(analysis), "Memory: it was not recorded."),
+        (experts(analysis), ""),
         (sections.learned(analysis), ""),
         (
             "",

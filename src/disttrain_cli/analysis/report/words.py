@@ -18,6 +18,7 @@ CAUSES = {
     "inter_microbatch": "uneven data over slots",
     "stage": "uneven stages",
     "worker": "slow ranks",
+    "experts": "expert load",
     "communication": "transfers",
     "data": "waiting for data",
     "host": "hosts",

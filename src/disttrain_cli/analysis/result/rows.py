@@ -245,6 +245,23 @@ class InsideRow(Struct, frozen=True, kw_only=True):
     top: Annotated[list[Part], Meta(description="Largest parts.")]
 
 
+class ExpertRow(Struct, frozen=True, kw_only=True):
+    """Rows of one layer that chose each of its experts, per step over all ranks."""
+
+    module: str
+    layer: Annotated[int, Meta(description="Index of the layer in the model.")]
+    rows: Annotated[list[float], Meta(description="Mean rows of each expert in a step.")]
+    load: Annotated[float, Meta(description="Rows of the fullest expert ÷ mean of its layer.")]
+    fullest: Annotated[int, Meta(description="Index of the fullest expert.")]
+    in_use: Annotated[
+        float,
+        Meta(description="Number of equally full experts whose rows have the same entropy."),
+    ]
+    collapsed: Annotated[
+        bool, Meta(description="True if the rows choose few more experts than each of them needs.")
+    ]
+
+
 class Slowest(Struct, frozen=True, kw_only=True):
     """The slowest stage, replica or slot against the mean of its kind."""
 

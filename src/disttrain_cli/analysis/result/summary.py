@@ -18,6 +18,7 @@ from disttrain_cli.analysis.result.devices import (
 from disttrain_cli.analysis.result.rows import (
     CollectiveRow,
     Comparison,
+    ExpertRow,
     HostClock,
     InsideRow,
     KernelRow,
@@ -183,6 +184,9 @@ class Analysis(Struct, frozen=True, kw_only=True):
     ] = []
     memory: Annotated[
         list[MemoryRow], Meta(description="By stage; empty if memory was not recorded.")
+    ] = []
+    experts: Annotated[
+        list[ExpertRow], Meta(description="By layer; empty for models without experts.")
     ] = []
     collectives: Annotated[
         list[CollectiveRow],

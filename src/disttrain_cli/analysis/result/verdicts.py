@@ -107,7 +107,12 @@ class Verdict(Struct, frozen=True, kw_only=True):
 
     cause: Annotated[
         str,
-        Meta(description="A key of lost_s, 'none' (no straggler) or 'unknown' (not determined)."),
+        Meta(
+            description=(
+                "A key of lost_s; 'experts', the part of its worker due to the rows of experts;"
+                " 'none' (no straggler) or 'unknown' (not determined)."
+            )
+        ),
     ]
     headline: str
     place: Place
@@ -135,7 +140,12 @@ class Cause(Struct, frozen=True, kw_only=True):
 
     cause: Annotated[
         str,
-        Meta(description="A key of lost_s, or 'unknown': others wait for ranks without traces."),
+        Meta(
+            description=(
+                "A key of lost_s; 'experts', the part of its worker due to the rows of experts; or"
+                " 'unknown': others wait for ranks without traces."
+            )
+        ),
     ]
     place: Place
     places: Annotated[

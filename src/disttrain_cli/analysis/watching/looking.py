@@ -53,7 +53,7 @@ NEXT_START_S = 120.0
 EARLY, LATEST, MOVED = 2, 3, 0.03
 
 #: Content of a verdict, without its figures.
-Said = tuple[str, tuple[tuple[str, Any], ...], tuple[str, ...], str]
+Said = tuple[str, tuple[tuple[str, Any], ...], tuple[str, ...], str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -99,6 +99,7 @@ class Look:
             "advice": verdict.advice,
             "next_command": verdict.next_command,
             "remedies": [asdict(one) for one in analysis.remedies if one.worth][:3],
+            "collapsed_routers": [one.layer for one in analysis.experts if one.collapsed],
             "drift": [asdict(one) | {"told": one.sentence} for one in analysis.drift],
             "learning": to_builtins(analysis.learning) | {"headline": analysis.learning.headline}
             if analysis.learning
@@ -244,13 +245,17 @@ def _blamed(analysis: Analysis, job: Job | None) -> tuple[list[int], tuple[objec
 
 
 def _said(analysis: Analysis) -> Said:
-    """Return the identity of a verdict: its location, drifting data, and the fault in learning."""
+    """Return the identity of a verdict.
+
+    It is its location, drifting data, the fault in learning, and the layers of collapsed routers.
+    """
     place = asdict(analysis.verdict.place)
     return (
         analysis.verdict.cause,
         tuple((name, value) for name, value in place.items() if value is not None),
         tuple(sorted(one.what for one in analysis.drift)),
         analysis.learning.verdict if analysis.learning and analysis.learning.bad else "",
+        tuple(one.layer for one in analysis.experts if one.collapsed),
     )
 
 

@@ -16,6 +16,7 @@ from disttrain_cli.analysis.job.files import TraceFiles
 from disttrain_cli.analysis.job.fitting import fitted
 from disttrain_cli.errors import SpecError
 from disttrain_cli.spec.trace import (
+    EXPERT_COLUMNS,
     OPEN_SEGMENT,
     SIZE_COLUMNS,
     STEP_COLUMNS,
@@ -45,7 +46,8 @@ class Tail:
         self._job: Job | None = None
         self._written: tuple[int, int] | None = None  # modification time and inode of job.json
         self._reported: Source | None = None
-        self._sizes: Source | None = None
+        # sizes of sequences, rows by expert
+        self._others: dict[str, Source] = {}
         self._ranks: dict[str, Source] = {}
         self.last = -1  # the last step that all ranks have recorded
 
@@ -56,7 +58,7 @@ class Tail:
             SpecError: job.json cannot be read.
         """
         self._follow_start()
-        if self._job is None or self._reported is None or self._sizes is None:
+        if self._job is None or self._reported is None:
             return False
         self._reported.read()
         reported = self._reported.last
@@ -65,7 +67,7 @@ class Tail:
         for folder in self._traces.glob("rank-*"):
             if folder.name not in self._ranks:
                 self._ranks[folder.name] = self._source(folder.name, TRACE_COLUMNS)
-        sources = [self._sizes, *self._ranks.values()]
+        sources = [*self._others.values(), *self._ranks.values()]
         for source in sources:
             source.read()
         behind = min((one.last for one in self._ranks.values()), default=-1)
@@ -103,8 +105,7 @@ class Tail:
         named = {
             "segments": list(self._ranks.values()),
             "steps": [self._reported] if self._reported else [],
-            "sizes": [self._sizes] if self._sizes else [],
-        }
+        } | {name: [source] for name, source in self._others.items()}
         first = self._first(self.last)
         tables = {
             name: [table for one in sources for table in one.tables()]
@@ -138,7 +139,10 @@ class Tail:
             return  # moved aside just now
         self._written, self.last = (about.st_mtime_ns, about.st_ino), -1
         self._reported = self._source("steps", STEP_COLUMNS)
-        self._sizes = self._source("sizes", SIZE_COLUMNS)
+        self._others = {
+            name: self._source(name, columns)
+            for name, columns in (("sizes", SIZE_COLUMNS), ("experts", EXPERT_COLUMNS))
+        }
         self._ranks = {}
 
     def _source(self, folder: str, columns: dict[str, str]) -> Source:

@@ -36,6 +36,7 @@ from disttrain_cli.models.tying import tied_layers
 from disttrain_cli.runtime.dryrun.device import pretend
 from disttrain_cli.runtime.dryrun.feeding import empty_inputs
 from disttrain_cli.runtime.dryrun.observing import Observer
+from disttrain_cli.runtime.dryrun.routing import routed
 from disttrain_cli.runtime.dryrun.stages import (
     PROGRESS,
     Failure,
@@ -48,7 +49,12 @@ from disttrain_cli.runtime.dryrun.stages import (
 )
 from disttrain_cli.runtime.dryrun.storages import bytes_of
 from disttrain_cli.runtime.dryrun.syncs import Waits
-from disttrain_cli.runtime.dryrun.worst import sample_lengths, worst_slot, worst_step
+from disttrain_cli.runtime.dryrun.worst import (
+    expert_loads,
+    sample_lengths,
+    worst_slot,
+    worst_step,
+)
 from disttrain_cli.runtime.engine.assemble import build_engine
 from disttrain_cli.runtime.engine.engine import UnitEngine
 from disttrain_cli.runtime.engine.optimizer import set_lrs
@@ -213,16 +219,18 @@ def _take_steps(
                 run, plan, graph, coords, DEVICE, tracer, [info.name for info in table]
             )
         seen.built_gib = observer.peak_bytes / GIB
+        held = [layer for segment in engine.runner.segments for layer in segment.layers]
         left: list[int] = []  # bytes alive after each step
-        for slots in (1, seen.slots):
-            order = worst_step(profile, plan.plan, slots)
-            arrays = empty_inputs(order.slots[0], lengths, coords.unit.name, fields)
-            set_lrs(engine.optimizer, engine.train_spec, 0)
-            observer.peak_bytes = observer.alive_bytes
-            with Waits() as waits, watched(engine, observer, waits, seen, last=slots - 1):
-                engine.run_step(order, partial(fetch, arrays, order))
-            gc.collect()
-            left.append(observer.alive_bytes)
+        with routed(held, expert_loads(profile, plan.plan, coords.stage)):
+            for slots in (1, seen.slots):
+                order = worst_step(profile, plan.plan, slots)
+                arrays = empty_inputs(order.slots[0], lengths, coords.unit.name, fields)
+                set_lrs(engine.optimizer, engine.train_spec, 0)
+                observer.peak_bytes = observer.alive_bytes
+                with Waits() as waits, watched(engine, observer, waits, seen, last=slots - 1):
+                    engine.run_step(order, partial(fetch, arrays, order))
+                gc.collect()
+                left.append(observer.alive_bytes)
         seen.peak_gib = observer.peak_bytes / GIB
         seen.leaked_gib = (left[1] - left[0]) / GIB
     seen.devices = sorted({str(tensor.device) for tensor in engine.module.parameters()})

@@ -12,6 +12,8 @@ import math
 import numpy as np
 
 from disttrain_cli.costs.activations import WHOLE, worst_mix, worst_work
+from disttrain_cli.costs.experts import kept_load, working_load
+from disttrain_cli.costs.layout import stages_of
 from disttrain_cli.data.ordering.assigning import by_owner
 from disttrain_cli.data.ordering.levelling import dealt
 from disttrain_cli.data.slots import (
@@ -27,6 +29,7 @@ from disttrain_cli.spec.heads import Head, TargetInput
 from disttrain_cli.spec.index import KINDS
 from disttrain_cli.spec.plan import Layout, UnitPlan
 from disttrain_cli.spec.profile import Profile
+from disttrain_cli.spec.stage_graph import Stage
 from disttrain_cli.spec.work import Work
 
 
@@ -120,6 +123,27 @@ def sample_lengths(profile: Profile) -> list[int]:
         1, math.ceil(int(profile.inputs.length_sq(tokens)) / max(1.0, worst.sum_length_sq))
     )
     return np.diff(np.arange(samples + 1) * tokens // samples).tolist()
+
+
+def expert_loads(profile: Profile, layout: Layout, stage: Stage) -> list[float]:
+    """Return, by layer of a stage, the rows at the fullest rank of an EP group over their mean.
+
+    Their mean over the mixtures is the load for which saved activations are priced. The last one,
+    in whose backward those of all others are still there, has that of the fullest mixture.
+    """
+    held = [
+        (profile, module, profile.modules[module].costs[kind], stage.unit.shape)
+        for module, kind, _ in stages_of(profile, layout)[stage.number].held
+    ]
+    loads = [1.0] * len(held)
+    mixtures = [number for number, (_, _, cost, _) in enumerate(held) if cost.experts is not None]
+    if mixtures:
+        last, others = mixtures[-1], mixtures[:-1]
+        loads[last] = working_load(*held[last])
+        for number in others:
+            kept = kept_load(*held[number])
+            loads[number] = kept - (loads[last] - kept) / len(others)
+    return loads
 
 
 class _Items:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from disttrain_cli.models.adapters import load_adapters
-from disttrain_cli.models.experts import join_experts
+from disttrain_cli.models.experts import count_rows, join_experts
 from disttrain_cli.models.graph import LayerInfo, build_layers, layer_table, live_tensors
 from disttrain_cli.models.layer import PipelineLayer, TensorSpec
 from disttrain_cli.models.replicated import replicate
@@ -22,6 +22,7 @@ from disttrain_cli.models.weight_parts import split
 from disttrain_cli.models.weights import load_into
 from disttrain_cli.runtime.engine.deepspeed import StageEngine, StageModule
 from disttrain_cli.runtime.engine.engine import UnitEngine
+from disttrain_cli.runtime.engine.expert_rows import ExpertRows
 from disttrain_cli.runtime.engine.faults import Sums, out_of_memory
 from disttrain_cli.runtime.engine.gradients import gradient_flow
 from disttrain_cli.runtime.engine.optimizer import make_optimizer
@@ -138,6 +139,14 @@ def _build_engine(
         upstream=together(upstream),
         downstream=together(downstream),
         tracer=tracer,
+    )
+    engine.expert_rows = ExpertRows(
+        {number: info.experts for number, info in enumerate(table) if info.experts},
+        {
+            number: rows_E
+            for number, layer in zip(stage.layers, layers, strict=True)
+            if (rows_E := count_rows(layer, device)) is not None
+        },
     )
     if engine.optimizer is None:  # else DeepSpeed has cast the module
         engine.module.to(message_dtype(run.file.train))

@@ -28,6 +28,7 @@ from disttrain_cli.models.host import read, to_device
 from disttrain_cli.models.layer import Batch
 from disttrain_cli.models.parallel import sum_over
 from disttrain_cli.runtime.engine.deepspeed import StageEngine
+from disttrain_cli.runtime.engine.expert_rows import ExpertRows
 from disttrain_cli.runtime.engine.faults import MOST_SKIPPED, located, not_finite, out_of_memory
 from disttrain_cli.runtime.engine.optimizer import (
     drop_gradients,
@@ -93,6 +94,8 @@ class UnitEngine:
         # of the last step's global batch, weighted, by name
         self.step_losses: dict[str, float] = {}
         self.largest: list[float] = []  # maxima over the ranks of the last step's `told` values
+        #: Rows by expert of the last step; of no layer where they are not counted.
+        self.expert_rows = ExpertRows({}, {})
         self._sensor = sensor_of(self.device)
         self._reading: dict[str, int] = {}  # the sensor's of this step, as columns of a row
 
@@ -374,11 +377,13 @@ class UnitEngine:
         self.stage.gathering.settle()
 
     def _sums_and_largest(self, squared: Tensor) -> list[float]:
-        """Return the world's sum of squares and losses, and set `largest`.
+        """Return the world's sum of squares and losses; set `largest` and `expert_rows`.
 
         The host waits for the device here, once.
         """
-        sums = torch.stack([squared, *self.runner.sum_losses(self.loss_modules, self.device)])
+        losses = self.runner.sum_losses(self.loss_modules, self.device)
+        rows = self.expert_rows.take(self.device)
+        sums = torch.cat([torch.stack([squared, *losses]), rows])
         dist.all_reduce(sums)
         largest = to_device(self._told(), self.device, torch.float64)
         if len(largest):
@@ -389,7 +394,8 @@ class UnitEngine:
         values = read(torch.cat([sums, largest]))
         self.tracer.anchor()
         self.largest = values[len(sums) :]
-        return values[: len(sums)]
+        self.expert_rows.keep(values[1 + len(losses) : len(sums)])
+        return values[: 1 + len(losses)]
 
     def _refuse_step(self, gradients: Sequence[tuple[str, Sequence[Tensor], float]]) -> None:
         """Drop the gradients of a non-finite step, and raise its error if the run is to stop."""

@@ -2,10 +2,10 @@
 
 The engine's instruction loop, the process groups of its grid and its brokers run as in training,
 over torch's fake backend, which stands for NCCL. Tensors have shapes and no memory, and layers
-return empty tensors with the rows of a slot. Layers' messages to a TP, CP or EP group are
-represented by one message, as for an operator over symmetric memory, and where the group overlaps
-also by one ring pass, as without such memory; messages to the replicas of a stage are one per
-layer.
+return empty tensors with the rows of a slot. Layers' messages to a TP or CP group are represented
+by one message, as for an operator over symmetric memory, and where the group overlaps also by one
+ring pass, as without such memory; those to an EP group by the exchanges of one mixture, with drawn
+numbers of rows; messages to the replicas of a stage are one per layer.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from disttrain_cli.data.slots import StepOrder
 from disttrain_cli.models.graph import LayerInfo, layer_table
+from disttrain_cli.models.group import Group
 from disttrain_cli.models.layer import Batch, PipelineLayer, TensorSpec
 from disttrain_cli.runtime.engine.assemble import brokers, live_at
 from disttrain_cli.runtime.engine.deepspeed import StageEngine, StageModule
@@ -118,8 +120,10 @@ class HollowRunner(StageRunner):
 
     def _leave(self, slot: int, links: Sequence[Broker]) -> dict[str, Tensor]:
         group = self._grid.tp
-        for one in (group, self._grid.cp, self._grid.ep):
+        for one in (group, self._grid.cp):
             join(one and one.ranks)
+        if self._grid.ep is not None:
+            route(self._grid.ep, slot)
         if group is not None and group.overlap:
             for _ in range(group.size - 1):
                 chunk = torch.empty(1, device=NOWHERE)
@@ -135,6 +139,20 @@ class HollowRunner(StageRunner):
             start, stop = end.place.own_rows(rows)
             rows = stop - start
         return torch.empty((rows, *spec.shape), dtype=dtype, device=NOWHERE)
+
+
+def route(group: Group, slot: int) -> None:
+    """Exchange counts, rows and results with an EP group, as a mixture's forward.
+
+    The routing is drawn for a group and slot, the same on all ranks; some of them exchange no rows.
+    """
+    assert group.ranks is not None
+    first = dist.get_process_group_ranks(group.ranks)[0]
+    rows_PP = np.random.default_rng([first, slot]).integers(0, 3, (group.size, group.size))
+    give, take = rows_PP[group.rank].tolist(), rows_PP[:, group.rank].tolist()
+    ones = [1] * group.size
+    for sent, taken in ((ones, ones), (give, take), (take, give)):
+        group.exchanged(torch.empty(sum(sent), 1, device=NOWHERE), sent, taken)
 
 
 class HollowReduction:

@@ -17,6 +17,7 @@ from disttrain_cli.runtime.rehearsal.setting import Setting, setting_of
 from disttrain_cli.simulation.faults import begun, devices_of, inject, placed
 from disttrain_cli.simulation.grouping import grouped
 from disttrain_cli.simulation.pipeline import simulate_steps
+from disttrain_cli.simulation.routing import with_routing
 from disttrain_cli.simulation.step import fed, pipeline_of
 from disttrain_cli.spec.plan import Layout, Plan
 from disttrain_cli.spec.profile import Profile
@@ -190,7 +191,7 @@ def simulated(
 ) -> list[dict[str, Any]]:
     """Return the simulator's times for exactly these steps.
 
-    With the same orders, processes, data and faults, without noise.
+    With the same orders, processes, data, routing and faults, without noise.
     """
     stages, orders, pipelines = (
         stages_of(profile, layout),
@@ -202,6 +203,7 @@ def simulated(
     for step in steps:
         loads = order_loads(orders.of(step)[0], layout)
         pipeline = pipeline_of(profile, layout, stages, loads, run.file.cluster.gpus_per_node)
+        pipeline = with_routing(pipeline, profile, stages, loads, run.file.train.seed, step)
         pipeline = fed(pipeline, profile, stages, loads, spec.workers, spec.prefetch_slots)
         pipelines.append(grouped(inject(pipeline, stages, begun(faults, step)), shares))
     return [

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,14 +28,15 @@ from disttrain_cli.data.slots import ReplicaItems, StepOrder
 from disttrain_cli.models.layer import TensorSpec
 from disttrain_cli.runtime.rehearsal.device import Device
 from disttrain_cli.runtime.rehearsal.joining import Shares, joined_order, replicas_of
-from disttrain_cli.runtime.rehearsal.layers import EmulatedBatch
+from disttrain_cli.runtime.rehearsal.layers import EmulatedBatch, Routes
 from disttrain_cli.runtime.units.routes import local_rows
 from disttrain_cli.simulation.faults import begun, slowdown
+from disttrain_cli.simulation.routing import added_s, routed_rows
 from disttrain_cli.spec.inputs import ModelInputs
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.runfile import Run, RunFile
 from disttrain_cli.spec.stage_graph import RankCoords
-from disttrain_cli.spec.trace import COMPUTE
+from disttrain_cli.spec.trace import COMPUTE, WEIGHTS
 
 Floats = NDArray[np.float64]
 
@@ -87,6 +89,9 @@ class Feeder:
         self._run, self._profile, self._shares = run, profile, shares
         self.stage, self._coords, self._device = stage, coords, device
         self.replicas = replicas_of(shares[coords.unit.name], coords.replica)
+        # EP groups of which the process has ranks, numbered by the replicas that share one
+        together = stage.unit.replicas_together
+        self._blocks = range(self.replicas.start // together, -(-self.replicas.stop // together))
         self._orders = orders
         self._steps: dict[int, StepWork] = {}
         self._prepared_s = 0.0
@@ -133,23 +138,45 @@ class Feeder:
                 slot, spec.item, spec.rows, self._coords.unit.name, self._coords.replica
             )
 
-        return EmulatedBatch(rows=rows, seconds=work.waits[number])
+        return EmulatedBatch(
+            rows=rows, seconds=work.waits[number], routes=self._routes(step, number)
+        )
+
+    def _routes(self, step: int, slot: int) -> dict[str, Routes]:
+        """Return rows to and from each process of an EP group in a mixture, by module.
+
+        Empty if the process has whole groups. Messages of a module's mixtures are those of one.
+        """
+        processes, own = self._coords.unit.ep, self._coords.ep_rank
+        if processes == 1:
+            return {}
+        at = self._run.train.seed, step, slot
+        routes: dict[str, Routes] = {}
+        for module in (cost.module for cost in self.stage.costs):
+            rows = routed_rows(self._profile, self.stage, module, at, self._blocks.start)
+            if rows is not None:
+                parts = rows[0].reshape(processes, self.stage.ep // processes, processes, -1)
+                between = parts.sum(axis=(1, 3))
+                routes[module] = between[own].tolist(), between[:, own].tolist()
+        return routes
 
     def _prepare(self, step: int) -> StepWork:
         order, batch = self._orders.of(step)
-        loads = unit_loads(
-            order,
-            self.stage.unit,
-            self.replicas,
-            [cost.module for cost in self.stage.costs],
+        unit, modules = self.stage.unit, [cost.module for cost in self.stage.costs]
+        together = unit.replicas_together
+        waiting = range(self._blocks.start * together, self._blocks.stop * together)
+        loads = unit_loads(order, unit, waiting, modules)
+        routing_s = added_s(
+            self._profile, self.stage, loads, self._run.train.seed, step, self._blocks
         )
+        own = slice(self.replicas.start - waiting.start, self.replicas.stop - waiting.start)
         noise = _noise(
             self._run, step, self._coords.rank, (len(COMPUTE), len(order.slots), len(self.replicas))
         )
         slow = self._slowdown("stage", step)
         seconds = {
             part: {
-                cost.module: self._seconds(cost, part, loads) * slow * factor
+                cost.module: self._seconds(cost, part, loads, routing_s)[:, own] * slow * factor
                 for cost in self.stage.costs
             }
             for part, factor in zip(COMPUTE, noise, strict=True)
@@ -167,7 +194,8 @@ class Feeder:
             }
             for slot in range(len(order.slots))
         ]
-        prepared = prepare_s(self._profile, self.stage, loads, self._run.preprocess.workers)
+        local = unit_loads(order, unit, self.replicas, modules)
+        prepared = prepare_s(self._profile, self.stage, local, self._run.preprocess.workers)
         return StepWork(
             order,
             joined_order(order, self._shares),
@@ -177,9 +205,20 @@ class Feeder:
             (prepared * self._slowdown("worker", step)).max(axis=1),
         )
 
-    def _seconds(self, cost: Cost, part: str, loads: dict[str, Floats]) -> Floats:
-        part_ms = cost.parts_ms[COMPUTE.index(part)]
-        return replica_ms(part_ms, loads[cost.module], len(self.replicas)) / 1e3
+    def _seconds(
+        self,
+        cost: Cost,
+        part: str,
+        loads: dict[str, Floats],
+        routing_s: Mapping[str, tuple[Floats, Floats]],
+    ) -> Floats:
+        """Return the time of a pass [n, replicas] on all replicas that wait for each other."""
+        operation, together = COMPUTE.index(part), self.stage.unit.replicas_together
+        replicas = len(self._blocks) * together
+        seconds = replica_ms(cost.parts_ms[operation], loads[cost.module], replicas, together) / 1e3
+        if operation == WEIGHTS or cost.module not in routing_s:
+            return seconds
+        return np.maximum(0.0, seconds + routing_s[cost.module][operation])
 
     def pause_s(self, step: int, slot: int, part: str) -> float:
         """Return the seconds for which a busy host delays an operation of a slot."""

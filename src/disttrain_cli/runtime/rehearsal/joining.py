@@ -21,13 +21,16 @@ Shares = Mapping[str, Sequence[int]]
 
 
 def joined_layout(layout: Layout, shares: Shares) -> Layout:
-    """Return the layout with a unit's processes as its replicas; a process has whole TP groups."""
+    """Return the layout with a unit's processes as its replicas.
+
+    A process has whole TP groups; an EP group may have several processes.
+    """
     units = [
         unit.model_copy(
             update={
                 "tp": 1,
                 "cp": 1,
-                "ep": 1,
+                "ep": max(1, unit.replicas_together // shares[unit.name][0]),
                 "module_tp": {},
                 "dp": len(shares[unit.name]),
                 "gpus": len(shares[unit.name]) * unit.pp,

@@ -3,21 +3,27 @@
 They read and write the same rows as the real layers, so that routes, cuts, schedules and the order
 of backwards are the model's. A row holds one number, or as many as in the model where messages have
 their real size. Layers of one module on a stage wait together, as nothing is observable between
-them.
+them; with experts whose EP group has several processes, these exchange rows before they wait.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from disttrain_cli.models.graph import LayerInfo
+from disttrain_cli.models.group import Group
 from disttrain_cli.models.layer import LOSS_PREFIX, Batch, PipelineLayer, TensorSpec
 from disttrain_cli.runtime.rehearsal.device import Device
+
+#: Rows to and from each process of an EP group.
+Routes = tuple[list[int], list[int]]
 
 
 @dataclass(frozen=True)
@@ -28,6 +34,8 @@ class EmulatedBatch(Batch):
     rows: Callable[[TensorSpec], int] = field(default=lambda spec: 0)
     # by module: forward, backward
     seconds: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    # of modules with experts whose EP groups have several processes
+    routes: dict[str, Routes] = field(default_factory=dict)
 
 
 class EmulatedLayer(PipelineLayer):
@@ -50,6 +58,7 @@ class EmulatedModule(PipelineLayer):
         device: Device,
         dtype: torch.dtype,
         scaled: bool,
+        group: Group | None = None,
     ) -> None:
         super().__init__()
         written = {spec.name: spec for layer in layers for spec in layer.writes}
@@ -58,7 +67,7 @@ class EmulatedModule(PipelineLayer):
         self.reads = tuple(name for name in entry if name in read)
         self.writes = message_specs([written[name] for name in exit_ if name in written], scaled)
         self._losses = [LOSS_PREFIX + layer.loss for layer in layers if layer.loss is not None]
-        self._device, self._dtype = device, dtype
+        self._device, self._dtype, self._group = device, dtype, group
         # makes outputs differentiable where no input is received
         self._trained = torch.zeros(1, requires_grad=True)
 
@@ -68,9 +77,11 @@ class EmulatedModule(PipelineLayer):
         shapes = [(batch.rows(spec), *spec.shape) for spec in self.writes] + [()] * len(
             self._losses
         )
+        routes = batch.routes.get(self.module)
         outputs = _Wait.apply(
             self._device,
             batch.seconds[self.module],
+            None if routes is None else partial(self._exchange, *routes),
             shapes,
             self._dtype,
             self._trained,
@@ -79,6 +90,18 @@ class EmulatedModule(PipelineLayer):
         return dict(
             zip([*(spec.name for spec in self.writes), *self._losses], outputs, strict=True)
         )
+
+    def _exchange(self, give: list[int], take: list[int]) -> None:
+        """Send a mixture's rows and their results; the pass begins when all processes have come.
+
+        A row is one number. The exchanges' own time is part of the pass.
+        """
+        assert self._group is not None
+        arrived = self._group.exchanged(torch.zeros(sum(give), 1), give, take)
+        self._group.exchanged(arrived, take, give)
+        latest = torch.tensor([self._device.next_s], dtype=torch.float64)
+        self._group.all_reduce(latest, dist.ReduceOp.MAX)
+        self._device.arrive(float(latest))
 
 
 def message_specs(specs: Sequence[TensorSpec], scaled: bool) -> tuple[TensorSpec, ...]:
@@ -94,21 +117,34 @@ class _Wait(torch.autograd.Function):
         ctx: Any,
         device: Device,
         seconds: tuple[float, ...],
+        exchange: Callable[[], None] | None,
         shapes: list[tuple[int, ...]],
         dtype: torch.dtype,
         *inputs: Tensor,
     ) -> tuple[Tensor, ...]:
-        ctx.device, ctx.backward_s, ctx.shapes = (
+        ctx.device, ctx.backward_s, ctx.exchange, ctx.shapes = (
             device,
             seconds[1],
+            exchange,
             [tensor.shape for tensor in inputs],
         )
+        if exchange is not None:
+            exchange()
         if seconds[0]:
             device.run(seconds[0])
         return tuple(torch.zeros(shape, dtype=dtype) for shape in shapes)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        if ctx.exchange is not None:
+            ctx.exchange()
         if ctx.backward_s:
             ctx.device.run(ctx.backward_s)
-        return (None, None, None, None, *(gradients[0].new_zeros(shape) for shape in ctx.shapes))
+        return (
+            None,
+            None,
+            None,
+            None,
+            None,
+            *(gradients[0].new_zeros(shape) for shape in ctx.shapes),
+        )

@@ -26,6 +26,7 @@ from disttrain_cli.costs.overlap import hidden
 from disttrain_cli.data.ordering.orders import Orders
 from disttrain_cli.data.slots import Assignment, StepOrder
 from disttrain_cli.models.graph import LayerInfo, layer_table
+from disttrain_cli.models.group import Group
 from disttrain_cli.models.layer import Batch
 from disttrain_cli.runtime.checkpoints import checkpoint
 from disttrain_cli.runtime.checkpoints.folder import made_from
@@ -122,15 +123,16 @@ def main(payload: dict[str, Any]) -> None:
         upstream, downstream = emulated_brokers(
             run, profile, layout, stages, coords, tracer, clock, links, payload["gpus_per_node"]
         )
+        grid = UnitGrid(graph, coords)
         engine = EmulatedEngine(
             **engine_parts(
                 run,
                 layout,
-                UnitGrid(graph, coords),
+                grid,
                 coords,
                 [EmulatedLayer(info) for info in layers],
             ),
-            runner=emulated_runner(run, table, coords, clock),
+            runner=emulated_runner(run, table, coords, clock, grid.ep),
             upstream=upstream,
             downstream=downstream,
             tracer=tracer,
@@ -211,9 +213,13 @@ def recorded_ranks(
 
 
 def emulated_runner(
-    run: Run, table: list[LayerInfo], coords: RankCoords, clock: Device
+    run: Run,
+    table: list[LayerInfo],
+    coords: RankCoords,
+    clock: Device,
+    ep: Group | None,
 ) -> StageRunner:
-    """Return the stage's runner, with a wait for each module."""
+    """Return the stage's runner, with a wait for each module; `ep` are processes of an EP group."""
     first, infos = (
         coords.stage.layers.start,
         table[coords.stage.layers.start : coords.stage.layers.stop],
@@ -226,7 +232,9 @@ def emulated_runner(
     )
     for segment in segments:
         layers = [info for info in infos if info.module == segment.module]
-        segment.layers = [EmulatedModule(layers, segment.entry, segment.exit, clock, dtype, scaled)]
+        segment.layers = [
+            EmulatedModule(layers, segment.entry, segment.exit, clock, dtype, scaled, ep)
+        ]
     return StageRunner(segments)
 
 

@@ -19,6 +19,7 @@ from disttrain_cli.errors import SpecError
 from disttrain_cli.runtime.watching.pulse import Pulse
 from disttrain_cli.spec.stage_graph import RankCoords
 from disttrain_cli.spec.trace import (
+    EXPERT_COLUMNS,
     OPEN_SEGMENT,
     SAMPLE_COLUMNS,
     SIZE_COLUMNS,
@@ -198,7 +199,7 @@ class Tracer:
     marks: Marks | None = None  # of torch's profile, while recording
     silent = False  # True to drop rows
     _device: DeviceClock | None = None
-    # exchanges with the rank's TP and CP groups in the current operation, if it has such groups
+    # exchanges with the rank's TP, CP and EP groups in the current operation, if it has any
     _exchanges: Spans | None = None
 
     def __init__(
@@ -230,7 +231,7 @@ class Tracer:
         self.now, self._device = clock, device_clock
         # rows whose times are not known yet
         self._ahead: list[tuple[dict[str, Any], Mark | Later, Mark | Later, Spans | None]] = []
-        if coords.unit.tp_cp_size > 1:
+        if coords.unit.tp_cp_size > 1 or coords.unit.ep > 1:
             self._exchanges = []
         self.step = 0
         self._coords: dict[str, Any] = {
@@ -265,7 +266,7 @@ class Tracer:
 
     @contextmanager
     def exchanging(self) -> Iterator[None]:
-        """Record an exchange of a forward or backward with the rank's TP or CP group."""
+        """Record an exchange of a forward or backward with the rank's TP, CP or EP group."""
         start = self.mark()
         yield
         if self._exchanges is not None:
@@ -360,3 +361,13 @@ def sample_writer(
 ) -> SegmentWriter:
     """Return the writer of the contents of every slot (rank 0)."""
     return SegmentWriter(folder / "samples", SAMPLE_COLUMNS, run, say, kept_steps)
+
+
+def expert_writer(
+    folder: Path,
+    run: str,
+    say: Callable[[str], None] = print,
+    kept_steps: int | None = None,
+) -> SegmentWriter:
+    """Return the writer of the rows by expert of every step (rank 0)."""
+    return SegmentWriter(folder / "experts", EXPERT_COLUMNS, run, say, kept_steps)

@@ -101,6 +101,7 @@ def figures(row: Mapping[str, Any]) -> dict[str, float]:
         for module, value in (row.get("generator_losses") or {}).items()
         if math.isfinite(value)
     }
+    known |= {f"experts/{module}": load for module, load in row.get("expert_load", {}).items()}
     known |= {f"data/{name}": weight for name, weight in row.get("data_weights", {}).items()}
     known |= {f"watch/{cause}": float(share) for cause, share in row.get("watch", {}).items()}
     known |= {f"plan/{name}": float(value) for name, value in row.get("plan", {}).items()}

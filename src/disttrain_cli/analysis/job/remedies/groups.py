@@ -1,4 +1,4 @@
-"""Slow ranks inside TP and CP groups, whose passes are equally long whichever rank is slow.
+"""Slow ranks inside TP, CP and EP groups, whose passes are equally long whichever rank is slow.
 
 The ranks of a group wait for each other in its collectives, so the time of a pass outside of them
 is the rank's local time. The rank with most local time in a step delays the others by its
@@ -31,7 +31,7 @@ def held_up(graph: Graph) -> Floats:
     if np.isnan(graph.exchanged).all():
         return lead
     own, steps = compute - graph.exchanged, np.arange(len(graph.steps))
-    for members in _members(graph.groups("depth", "replica", "operation", "slot")):
+    for members in _members(graph.groups("depth", "waiting", "operation", "slot")):
         if len(members) > 1:
             ordered = np.sort(own[members], axis=0)
             others = np.repeat(ordered[-1:], len(members), axis=0)
@@ -71,7 +71,7 @@ def without(graph: Graph, share: Floats) -> Floats:
     It applies to the passes of all ranks of the group; for weight gradients, which have no
     collectives, only to the rank's own.
     """
-    groups = graph.groups("depth", "replica", "operation", "slot")
+    groups = graph.groups("depth", "waiting", "operation", "slot")
     most = np.zeros((groups.max() + 1, share.shape[1]))
     np.maximum.at(most, groups, share)
     alone = (graph.operation == WEIGHTS)[:, None]
