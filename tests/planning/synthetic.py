@@ -16,6 +16,7 @@ from disttrain_cli.spec.inputs import ModelInputs
 from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.profile import (
     DeviceProfile,
+    Experts,
     Fingerprints,
     Heads,
     LayerCost,
@@ -281,6 +282,19 @@ def heavier(module: ModuleProfile, factor: float) -> ModuleProfile:
         for kind, cost in module.costs.items()
     }
     return module.model_copy(update={"costs": costs})
+
+
+def mixed(cost: LayerCost, share: float, total: int, width: int) -> LayerCost:
+    """The layer with such a share of its parameters in experts, which a TP group does not
+    divide."""
+    count = round(share * cost.parameters)
+    shards = {
+        tp: shard.model_copy(
+            update={"parameters": shard.parameters + round(count * (1 - 1 / int(tp)))}
+        )
+        for tp, shard in cost.tp.items()
+    }
+    return cost.model_copy(update={"tp": shards, "experts": Experts(total, 2, width, count, count)})
 
 
 def on_nodes(profile: Profile, gpus_per_node: int, speed: float = 0.5) -> Profile:

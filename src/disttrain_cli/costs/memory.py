@@ -215,19 +215,20 @@ def expert_state_bytes(
     weight = WEIGHT_BYTES[profile.precision]
     columns: list[tuple[float, float, float]] = []
     for name in modules:
-        does = backwards(profile, trained)[name]
-        for kind, one in zip(profile.modules[name].layers, does, strict=True):
-            trains = one == "trained"
+        layers = list(
+            zip(profile.modules[name].layers, backwards(profile, trained)[name], strict=True)
+        )
+        each: dict[tuple[str, str], tuple[float, float, float]] = {}
+        for kind, does in dict.fromkeys(layers):
             held, others = of_others(profile, name, kind, shape)
-            own = own_trained(profile, name, kind, shape) * trains
-            others *= trains
-            columns.append(
-                (
-                    -held * weight - others * (kept - weight),
-                    -(others + own) * shared,
-                    own * shared,
-                )
+            own = own_trained(profile, name, kind, shape)
+            others, own = (count * (does == "trained") for count in (others, own))
+            each[kind, does] = (
+                -held * weight - others * (kept - weight),
+                -(others + own) * shared,
+                own * shared,
             )
+        columns += [each[layer] for layer in layers]
     return np.array(columns).T
 
 

@@ -240,12 +240,12 @@ def kind_gib(
         # contiguous rows are not copied
         mine: Ints | slice = slice(begin, stop) if in_order else order[begin:stop]
         states[mine] = kinds.kept_gib[number] + kinds.shared_gib[number] * share[mine]
-        if kinds.ep[number] > 1:
-            alike = kinds.expert_replicas(variant[mine], dp[mine]).astype(float)
-            part = share_of_states(profile.precision, replicas[mine] * kinds.cp[number], alike)
-            states[mine] += kinds.experts_gib[number] * part[:, None]
         activations[mine] = mix[mine] @ kinds.activation_gib[number]
         working[mine] = mix[mine] @ kinds.working_gib[number]
+    if kinds.divides_experts:
+        alike = kinds.expert_replicas(variant, dp).astype(float)
+        share = share_of_states(profile.precision, replicas * kinds.cp[variant], alike)
+        states += kinds.experts_gib[variant] * share[:, None]
     return states, activations, np.maximum(activations, working)
 
 
