@@ -297,6 +297,23 @@ def mixed(cost: LayerCost, share: float, total: int, width: int) -> LayerCost:
     return cost.model_copy(update={"tp": shards, "experts": Experts(total, 2, width, count, count)})
 
 
+def mixture() -> Profile:
+    """Two blocks of an LLM with four experts each, which are most of its parameters, and one of an
+    encoder."""
+    run = run_file(batch=2, gpus=4, precision="bf16")
+    known = tiny(run, kind="cuda", tps=(1, 2))
+    modules: dict[str, ModuleProfile] = {}
+    for name, count in (("image_encoder", 1), ("llm", 2)):
+        one = heavier(known.modules[name], 100)
+        block = one.costs["block"]
+        costs = {"block": mixed(block, 0.9, 4, 64) if name == "llm" else block}
+        sent = one.cut_bytes_per_sequence[:count]
+        modules[name] = one.model_copy(
+            update={"layers": ["block"] * count, "costs": costs, "cut_bytes_per_sequence": sent}
+        )
+    return known.model_copy(update={"modules": modules})
+
+
 def on_nodes(profile: Profile, gpus_per_node: int, speed: float = 0.5) -> Profile:
     """The profile of a cluster of such nodes, between which links are so fast beside those inside
     where it has none."""

@@ -237,18 +237,7 @@ def test_experts_are_divided_as_far_as_memory_needs(
     limit: float, place: int, eps: list[int]
 ) -> None:
     """EP 1 is faster by the formula, as it exchanges no rows."""
-    known = synthetic.tiny(synthetic.run_file(batch=2, gpus=4, precision="bf16"), tps=(1, 2))
-    modules: dict[str, ModuleProfile] = {}
-    for name, count in (("image_encoder", 1), ("llm", 2)):
-        module = synthetic.heavier(known.modules[name], 100)
-        block = module.costs["block"]
-        costs = {"block": synthetic.mixed(block, 0.9, 4, 64) if name == "llm" else block}
-        sent = module.cut_bytes_per_sequence[:count]
-        layers = ["block"] * count
-        modules[name] = module.model_copy(
-            update={"layers": layers, "costs": costs, "cut_bytes_per_sequence": sent}
-        )
-    profile, cluster = known.model_copy(update={"modules": modules}), Cluster(4, 4, limit, 1, 2)
+    profile, cluster = synthetic.mixture(), Cluster(4, 4, limit, 1, 2)
     units = groupings(profile, cluster, "auto")[place]
     assert [shape.ep for shape in search(units, cluster).best[0].units] == eps
     check_against_brute_force(units)
