@@ -91,7 +91,7 @@ GENERATOR_BILLIONS = {
 
 
 def cases(names: Collection[str]) -> list[ParameterSet]:
-    """Return presets as parameters; the dearest are slow: large towers of the library, 94 blocks."""
+    """Return presets as parameters; the dearest are slow: large towers, 94 blocks."""
     dear = {"gemma4-31b", "glm-4.6v-flash", "qwen2.5-omni-7b", "qwen3-vl-235b-a22b", "qwen3.5-9b"}
     return mostly_slow(names, *(name for name in names if name not in dear))
 

@@ -107,7 +107,7 @@ def _built(units: list[Unit], cluster: Cluster, layout: Layout, build: Build) ->
 
 
 def _with_whole_groups(shape: ParallelShape) -> ParallelShape:
-    """Return the shape with an EP degree that divides its ranks, and the former one."""
+    """Return the shape with the largest divisor of its EP degree that divides its ranks."""
     return replace(shape, ep=math.gcd(shape.ep, shape.tp_cp_size * shape.dp))
 
 
