@@ -51,7 +51,7 @@ def by_rule(
     Raises:
         InfeasibleError: a unit has no TP degree that fits a node.
     """
-    units = groupings(profile, replace(cluster, most_cp=1), "disaggregated")[0]
+    units = groupings(profile, replace(cluster, most_cp=1, most_ep=1), "disaggregated")[0]
     return units, (distmm if rule == "distmm" else paper)(units, cluster, top)
 
 

@@ -16,6 +16,7 @@ from disttrain_cli.spec.inputs import ModelInputs
 from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.profile import (
     DeviceProfile,
+    Experts,
     Fingerprints,
     Heads,
     LayerCost,
@@ -281,6 +282,36 @@ def heavier(module: ModuleProfile, factor: float) -> ModuleProfile:
         for kind, cost in module.costs.items()
     }
     return module.model_copy(update={"costs": costs})
+
+
+def mixed(cost: LayerCost, share: float, total: int, width: int) -> LayerCost:
+    """The layer with such a share of its parameters in experts, which a TP group does not
+    divide."""
+    count = round(share * cost.parameters)
+    shards = {
+        tp: shard.model_copy(
+            update={"parameters": shard.parameters + round(count * (1 - 1 / int(tp)))}
+        )
+        for tp, shard in cost.tp.items()
+    }
+    return cost.model_copy(update={"tp": shards, "experts": Experts(total, 2, width, count, count)})
+
+
+def mixture() -> Profile:
+    """Two blocks of an LLM with four experts each, which are most of its parameters, and one of an
+    encoder."""
+    run = run_file(batch=2, gpus=4, precision="bf16")
+    known = tiny(run, kind="cuda", tps=(1, 2))
+    modules: dict[str, ModuleProfile] = {}
+    for name, count in (("image_encoder", 1), ("llm", 2)):
+        one = heavier(known.modules[name], 100)
+        block = one.costs["block"]
+        costs = {"block": mixed(block, 0.9, 4, 64) if name == "llm" else block}
+        sent = one.cut_bytes_per_sequence[:count]
+        modules[name] = one.model_copy(
+            update={"layers": ["block"] * count, "costs": costs, "cut_bytes_per_sequence": sent}
+        )
+    return known.model_copy(update={"modules": modules})
 
 
 def on_nodes(profile: Profile, gpus_per_node: int, speed: float = 0.5) -> Profile:

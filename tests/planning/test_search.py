@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from disttrain_cli.costs import context
+from disttrain_cli.costs import context, experts
 from disttrain_cli.costs.context import misfit
 from disttrain_cli.costs.memory import layout_memory
 from disttrain_cli.costs.replicated import undealt
@@ -64,6 +64,7 @@ def shapes(unit: Unit, size: int, gpus: int) -> list[UnitPlan]:
             tp=tp,
             cp=cp,
             cp_comm_type=how,
+            ep=ep,
             dp=dp,
             pp=pp,
             gpus=tp * cp * dp * pp,
@@ -76,8 +77,12 @@ def shapes(unit: Unit, size: int, gpus: int) -> list[UnitPlan]:
         for how in get_args(CpCommType)[: 2 if cp > 1 and unit.holds_llm else 1]
         if fits_nodes(unit, ParallelShape(tp=tp, cp=cp, cp_comm_type=how))
         for dp in range(1, gpus + 1)
+        if tp * cp * dp <= gpus and not (unit.holds_llm and size % dp)
+        for ep in range(1, tp * cp * dp + 1)
+        if tp * cp * dp % ep == 0
+        and experts.misfit(unit.profile, unit.modules, ParallelShape(dp=dp, ep=ep)) is None
         for pp in range(1, unit.layers + 1)
-        if tp * cp * dp * pp <= gpus and not (unit.holds_llm and size % dp)
+        if tp * cp * dp * pp <= gpus
         for layers in cuts(unit.layers, pp)
         for recompute in choices
     ]
@@ -123,10 +128,13 @@ def brute_force(units: list[Unit], cluster: Cluster) -> float:
 
 
 @st.composite
-def small_profiles(draw: st.DrawFn, long: bool = False) -> tuple[Profile, Cluster]:
+def small_profiles(
+    draw: st.DrawFn, long: bool = False, mixtures: bool = False
+) -> tuple[Profile, Cluster]:
     """Two to four modules of one to three layers with random costs, and a cluster that may be too
     small. LLM and image encoder may share rows (CP), inside nodes or over several; long: few
-    sequences, and an LLM that surely may."""
+    sequences, and an LLM that surely may. Layers of the LLM, and of a generator, may hold experts.
+    """
     random = np.random.default_rng(draw(st.integers(0, 2**20)))
     known = [Heads(2, 1, 64), Heads(4, 2, 512), Heads(6, 3, 8)]
     tps = draw(st.sampled_from([(1,), (1, 2)]))
@@ -135,17 +143,14 @@ def small_profiles(draw: st.DrawFn, long: bool = False) -> tuple[Profile, Cluste
         llm: draw(st.sampled_from(known if long else [None, *known])),
         image: draw(st.sampled_from([None, Heads(4, 4, 256), Heads(2, 2, 8)])),
     }
-    names = draw(
-        st.sampled_from(
-            [
-                synthetic.MODULES,
-                (llm, generator),
-                (image, llm),
-                (image, "audio_encoder", llm),
-                (image, "audio_encoder", llm, generator),
-            ]
-        )
-    )
+    few = [(llm, generator), (image, llm)]
+    groups = [
+        synthetic.MODULES,
+        *few,
+        (image, "audio_encoder", llm),
+        (image, "audio_encoder", llm, generator),
+    ]
+    names = draw(st.sampled_from(few if mixtures else groups))
     modules: dict[str, ModuleProfile] = {}
     for name in names:
         kinds = [f"k{i}" for i in range(random.integers(1, 4))]
@@ -163,6 +168,11 @@ def small_profiles(draw: st.DrawFn, long: bool = False) -> tuple[Profile, Cluste
         }
         if name in heads:  # its last kind of layer is attention
             costs[kinds[-1]] = costs[kinds[-1]].model_copy(update={"heads": heads[name]})
+        if mixtures and name in (llm, generator):
+            for kind in kinds[:2]:
+                total, width = int(random.choice([2, 4, 6])), int(random.choice([8, 4096]))
+                share = float(random.choice([0.3, 0.9]))
+                costs[kind] = synthetic.mixed(costs[kind], share, total, width)
         items = 1.0 if name == "llm" else float(random.choice([0.0, 0.3, 2.0, 5.0]))
         tokens = 50 * items
         layers = [kinds[0]] * int(random.integers(0, 2)) + kinds
@@ -183,6 +193,8 @@ def small_profiles(draw: st.DrawFn, long: bool = False) -> tuple[Profile, Cluste
         (8, 1),
         *[(5, 6), (6, 7)][: 4 - len(names)],
     ]  # few GPUs for many units
+    if mixtures:
+        clusters = [(4, 4), (2, 6)]
     if long:
         clusters = [(1, 6), (2, 4), (2, 6)]
     batch, gpus = draw(st.sampled_from(clusters))
@@ -216,6 +228,29 @@ def test_search_of_any_grouping_equals_brute_force(
 @given(small_profiles(long=True))
 def test_search_of_few_long_sequences_equals_brute_force(case: tuple[Profile, Cluster]) -> None:
     check_against_brute_force(groupings(*case, "disaggregated")[0])
+
+
+@pytest.mark.parametrize(
+    ("limit", "place", "eps"), [(0.25, 1, [4]), (0.32, 1, [2]), (0.4, 0, [1, 2]), (0.4, 1, [2])]
+)
+def test_experts_are_divided_as_far_as_memory_needs(
+    limit: float, place: int, eps: list[int]
+) -> None:
+    """EP 1 is faster by the formula, as it exchanges no rows."""
+    profile, cluster = synthetic.mixture(), Cluster(4, 4, limit, 1, 2)
+    units = groupings(profile, cluster, "auto")[place]
+    assert [shape.ep for shape in search(units, cluster).best[0].units] == eps
+    check_against_brute_force(units)
+
+
+@pytest.mark.slow
+@settings(max_examples=15, deadline=None)
+@given(small_profiles(mixtures=True), st.integers(0, 2))
+def test_search_of_mixtures_of_experts_equals_brute_force(
+    case: tuple[Profile, Cluster], place: int
+) -> None:
+    groups = groupings(*case, "auto")
+    check_against_brute_force(groups[place % len(groups)])
 
 
 @settings(max_examples=30, deadline=None)

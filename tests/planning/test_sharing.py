@@ -1,20 +1,23 @@
-"""Plans whose ranks share tokens (CP): where they are chosen, and what is said of them."""
+"""Plans whose ranks share tokens (CP) or divide experts (EP): where they are chosen, and their
+explanation."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
 from disttrain_cli.costs.memory import layout_memory
 from disttrain_cli.planning import predict
-from disttrain_cli.planning.climb import neighbours
+from disttrain_cli.planning.climb import climb, neighbours
 from disttrain_cli.planning.finalists import CP_GAIN, Ranked, chosen_first
 from disttrain_cli.planning.infeasible import infeasible
 from disttrain_cli.planning.layouts import layout_of
+from disttrain_cli.planning.layouts import layout_with as build_layout
 from disttrain_cli.planning.search import search
 from disttrain_cli.planning.sensitivity import sensitivity
-from disttrain_cli.planning.sharing import sharing_sentence
+from disttrain_cli.planning.sharing import experts_sentence, sharing_sentence
 from disttrain_cli.planning.solve import solve_for
 from disttrain_cli.planning.units import Cluster, groupings
 from disttrain_cli.spec.plan import Layout
@@ -131,6 +134,53 @@ def test_neighbours_share_more_or_fewer() -> None:
     }
     assert {(1, 4, 1), (1, 1, 2), (1, 1, 4), (2, 1, 2), (2, 2, 1)} <= found
     assert all((tp, cp) in units[1].widths for tp, cp, _ in found)
+
+
+@pytest.mark.parametrize(("memory_gib", "divides"), [(0.32, True), (0.4, False)])
+def test_a_plan_divides_experts_where_that_pays_and_names_the_gain(
+    memory_gib: float, divides: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(predict, "SEQUENCES", 4)
+    profile, cluster = synthetic.mixture(), Cluster(4, 4, memory_gib, 1, 2, climbs=False)
+    plan = solve_for(profile, cluster)
+    llm = plan.plan.unit_of("llm")
+    said = experts_sentence(plan, profile, cluster)
+    assert said is not None and (llm.ep > 1) == divides
+    if divides:
+        assert f"EP {llm.ep} " in plan.plan.describe()
+        assert f"{llm.name} over {llm.ep} ranks" in said and "% longer" in said
+    else:
+        assert "EP 1" in said
+        assert experts_sentence(plan, profile, replace(cluster, most_ep=1)) is None
+
+
+def test_neighbours_have_other_expert_groups() -> None:
+    """Those whose ranks an EP degree does not divide have a smaller one."""
+    cluster = Cluster(4, 4, 4.0, 1, 2)
+    units = groupings(synthetic.mixture(), cluster, "megatron")[0]
+    start = ParallelShape(tp=2, ep=2, dp=2)
+    assert {1, 4} <= {shape.ep for (shape,), _ in neighbours(units, cluster, [start], 1)}
+    built: list[ParallelShape] = []
+
+    def build(shapes: Sequence[ParallelShape], slot_sequences: int) -> Layout | None:
+        built.extend(shapes)
+        return build_layout(units, cluster, shapes, slot_sequences, "megatron")
+
+    layout = build([replace(start, ep=4)], 2)
+    assert layout is not None
+    climb(
+        units,
+        cluster,
+        layout,
+        1.0,
+        build,
+        lambda _: True,
+        lambda _: 1.0,
+        lambda one: (one, 1.0),
+        set(),
+    )
+    assert {2, 4} == {shape.ep for shape in built}
+    assert all(shape.tp_cp_size * shape.dp % shape.ep == 0 for shape in built)
 
 
 def layout_with(cp: int) -> Layout:

@@ -100,7 +100,7 @@ def plan(
         with_range,
     )
     from disttrain_cli.planning.sensitivity import sensitivity as ask_sensitivity
-    from disttrain_cli.planning.sharing import sharing_sentence
+    from disttrain_cli.planning.sharing import experts_sentence, sharing_sentence
     from disttrain_cli.planning.solve import cluster_of, ranked_as, solve
     from disttrain_cli.planning.units import units_of
     from disttrain_cli.simulation.faults import check_faults
@@ -154,6 +154,7 @@ def plan(
                 range_sentence(predicted),
                 order_sentence(orders),
                 sharing_sentence(best, costs, cluster),
+                experts_sentence(best, costs, cluster),
                 passes_of(opened, costs),
             )
             if sentence

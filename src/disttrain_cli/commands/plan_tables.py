@@ -52,6 +52,7 @@ def show_layout(
     splits = any(unit.weight_delay for unit in layout.units)
     hides = any(unit.tp_overlap for unit in layout.units)
     shares = any(unit.cp > 1 for unit in layout.units)
+    divides = any(unit.ep > 1 for unit in layout.units)
     times = {time.unit: time for time in predicted.units}
     rows: list[list[object]] = []
     for unit, share in zip(layout.units, explanation.units, strict=True):
@@ -63,6 +64,7 @@ def show_layout(
                 if hides
                 else unit.tp_degree,
                 *([unit.cp_degree] if shares else []),
+                *([unit.ep] if divides else []),
                 unit.dp,
                 unit.pp,
                 f"{unit.gpus:,}",
@@ -81,6 +83,7 @@ def show_layout(
             *(["modules"] if several else []),
             "TP",
             *(["CP"] if shares else []),
+            *(["EP"] if divides else []),
             "DP",
             "PP",
             "devices",

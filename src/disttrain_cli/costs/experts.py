@@ -34,15 +34,15 @@ def misfit(profile: Profile, modules: Iterable[str], shape: ParallelShape) -> st
     if shape.ep == 1:
         return None
     names = list(modules)
-    counts = {
-        name: cost.experts.total
+    counts = [
+        (name, cost.experts.total)
         for name in names
         for cost in profile.modules[name].costs.values()
         if cost.experts is not None
-    }
+    ]
     if not counts:
         return f"no layer of {', '.join(names)} has experts that ranks could divide"
-    for name, count in counts.items():
+    for name, count in counts:
         if count % shape.ep:
             return f"EP {shape.ep} must divide the {count} experts of {name}"
     return None

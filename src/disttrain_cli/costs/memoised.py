@@ -10,7 +10,7 @@ from disttrain_cli.spec.profile import Profile
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 #: Size of a function's cache.
-MOST = 512
+MOST = 2048
 
 
 class _Same:

@@ -28,6 +28,7 @@ from disttrain_cli.costs.freezing import backwards
 from disttrain_cli.costs.memoised import memoised
 from disttrain_cli.spec.plan import Layout, StageMemory, UnitPlan
 from disttrain_cli.spec.profile import LayerShard, Profile
+from disttrain_cli.spec.shape import ParallelShape
 from disttrain_cli.spec.stage_graph import Stage, StageGraph, neighbours, stage_graph
 
 Floats = NDArray[np.float64]
@@ -50,12 +51,16 @@ def bytes_per_parameter(precision: str, zero_stage: int) -> tuple[float, float]:
     return (8.0, 12.0) if zero_stage == 1 else (16.0, 0.0)
 
 
-def share_of_states(precision: str, dp_cp_size: Floats) -> Floats:
+def share_of_states(
+    precision: str, dp_cp_size: Floats, expert_replicas: Floats | None = None
+) -> Floats:
     """Return the fraction of the sharded bytes that a rank holds, by DP × CP.
 
-    On one replica fp32 runs without ZeRO, hence without its copy of the weights.
+    With `expert_replicas`, that of its experts under EP. On one replica fp32 runs without ZeRO,
+    hence without its copy of the weights.
     """
-    return np.where((dp_cp_size == 1.0) & (precision == "fp32"), 8.0 / 12.0, 1.0 / dp_cp_size)
+    alike = dp_cp_size if expert_replicas is None else expert_replicas
+    return np.where((dp_cp_size == 1.0) & (precision == "fp32"), 8.0 / 12.0, 1.0 / alike)
 
 
 def cuts_of(profile: Profile, modules: Sequence[str]) -> int:
@@ -195,6 +200,38 @@ def state_bytes(
     return count * weight + trainable * (kept - weight), trainable * shared
 
 
+def expert_state_bytes(
+    profile: Profile,
+    modules: Sequence[str],
+    zero_stage: int,
+    trained: Sequence[str] | None,
+    shape: ParallelShape,
+) -> Floats:
+    """Return [3, L] changes to `state_bytes` under EP, and the bytes of a rank's own experts.
+
+    The third row is sharded over the ranks with the same experts.
+    """
+    kept, shared = bytes_per_parameter(profile.precision, zero_stage)
+    weight = WEIGHT_BYTES[profile.precision]
+    columns: list[tuple[float, float, float]] = []
+    for name in modules:
+        layers = list(
+            zip(profile.modules[name].layers, backwards(profile, trained)[name], strict=True)
+        )
+        each: dict[tuple[str, str], tuple[float, float, float]] = {}
+        for kind, does in dict.fromkeys(layers):
+            held, others = of_others(profile, name, kind, shape)
+            own = own_trained(profile, name, kind, shape)
+            others, own = (count * (does == "trained") for count in (others, own))
+            each[kind, does] = (
+                -held * weight - others * (kept - weight),
+                -(others + own) * shared,
+                own * shared,
+            )
+        columns += [each[layer] for layer in layers]
+    return np.array(columns).T
+
+
 def parameters(profile: Profile, modules: Sequence[str], *, tp: int) -> Floats:
     """Return the parameters of every layer of a unit [L] on one rank of a TP group."""
     return np.array([float(shard.parameters) for shard in _shards(profile, modules, tp=tp)])
@@ -318,11 +355,10 @@ def _of_other_experts(profile: Profile, layout: Layout, unit: UnitPlan) -> Float
     precision, weight = profile.precision, WEIGHT_BYTES[profile.precision]
     kept, shared = bytes_per_parameter(precision, layout.zero_stage)
     unsharded, _ = bytes_per_parameter(precision, 1)
-    share = float(share_of_states(precision, np.array(float(unit.dp_cp_size))))
-    alone = precision == "fp32" and unit.dp_cp_size == 1  # then the stage runs without ZeRO
+    ranks, alike = np.array(float(unit.dp_cp_size)), np.array(float(unit.expert_replicas))
     whole, divided = (
-        kept - unsharded + shared * part
-        for part in (share, share if alone else 1.0 / unit.expert_replicas)
+        kept - unsharded + shared * float(share_of_states(precision, ranks, replicas))
+        for replicas in (None, alike)
     )
     columns: list[tuple[float, float, float]] = []
     for name in unit.modules:

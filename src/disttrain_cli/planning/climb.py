@@ -11,6 +11,7 @@ partitions of layers are found by passes alone, whatever a stage has to reduce.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
@@ -98,10 +99,16 @@ def _shifted(units: list[Unit], cluster: Cluster, layout: Layout) -> Iterator[La
 def _built(units: list[Unit], cluster: Cluster, layout: Layout, build: Build) -> Iterator[Layout]:
     shapes = [unit.shape for unit in layout.units]
     near = neighbours(units, cluster, shapes, layout.microbatch_size)
-    for other, microbatch in dict.fromkeys(near):
+    whole_groups = ((tuple(map(_with_whole_groups, other)), size) for other, size in near)
+    for other, microbatch in dict.fromkeys(whole_groups):
         size = microbatch * other[holder_of(units)].dp
         if cluster.batch % size == 0 and (made := build(other, size)) is not None:
             yield made
+
+
+def _with_whole_groups(shape: ParallelShape) -> ParallelShape:
+    """Return the shape with the largest divisor of its EP degree that divides its ranks."""
+    return replace(shape, ep=math.gcd(shape.ep, shape.tp_cp_size * shape.dp))
 
 
 def neighbours(
@@ -145,7 +152,11 @@ def neighbours(
 def _steps(
     unit: Unit, cluster: Cluster, shape: ParallelShape, microbatch: int
 ) -> Iterator[ParallelShape]:
-    """Yield the unit's shape with slightly changed DP or PP, or with other TP or CP groups."""
+    """Yield the unit's shape with slightly changed DP, PP or EP, or with other TP or CP groups."""
+    index = unit.eps.index(shape.ep)
+    for ep in unit.eps[max(0, index - 1) : index + 2]:
+        if ep != shape.ep:
+            yield replace(shape, ep=ep)
     if unit.holds_llm:
         widths = [dp for dp in divisors(cluster.batch) if cluster.batch % (dp * microbatch) == 0]
         place = widths.index(shape.dp)
@@ -185,7 +196,7 @@ def _groups(unit: Unit) -> list[ParallelShape]:
     """Return TP and CP degrees, with the CP groups' `cp_comm_type`, that may be best."""
     kinds = unit.kinds
     shapes = [shape_at(kinds, variant) for variant in range(len(kinds.tp))]
-    return list(dict.fromkeys(replace(shape, recompute=False) for shape in shapes))
+    return list(dict.fromkeys(replace(shape, recompute=False, ep=1) for shape in shapes))
 
 
 def estimate_s(cluster: Cluster, units: list[Unit], layout: Layout) -> float:

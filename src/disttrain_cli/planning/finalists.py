@@ -131,7 +131,7 @@ def rounds(
         kinds = {
             candidate: (
                 candidate.slot_sequences,
-                replace(candidate.units[holder], recompute=False, cp_comm_type="a2a"),
+                replace(candidate.units[holder], recompute=False, cp_comm_type="a2a", ep=1),
             )
             for candidate in result.best
         }

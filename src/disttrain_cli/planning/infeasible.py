@@ -149,7 +149,7 @@ def _before(unit: Unit, partial: list[Fit], size: int, gpus: int, beside: bool) 
     kinds, slots = unit.kinds, unit.cluster.batch // size
     dps = np.array(divisors(size)) if unit.holds_llm else _spaced(gpus)
     variant, dp = (values.ravel() for values in np.meshgrid(np.arange(len(kinds.tp)), dps))
-    small = kinds.tp_cp_size[variant] * dp <= gpus
+    small = (kinds.tp_cp_size[variant] * dp <= gpus) & (kinds.expert_replicas(variant, dp) > 0)
     variant, dp = variant[small], dp[small]
     if not len(dp):
         return []

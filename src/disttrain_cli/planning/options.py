@@ -56,10 +56,11 @@ def join(parts: list[Table]) -> Table:
 
 @dataclass(frozen=True)
 class Rows:
-    """Columns of equal length; row = one (TP, CP, DP, recompute) of a unit for a slot size."""
+    """Columns of equal length; row = one (TP, CP, EP, DP, recompute) of a unit for a slot size."""
 
     tp: Ints
     cp: Ints
+    ep: Ints  # divides TP · CP · DP
     all_gather: Flags  # `Kinds`
     dp: Ints
     recompute: Flags
@@ -116,6 +117,7 @@ class Options:
 
     tp: Ints
     cp: Ints
+    ep: Ints
     all_gather: Flags
     dp: Ints
     pp: Ints
@@ -136,6 +138,7 @@ def options_of(rows: Rows, row: Ints, pp: Ints) -> Options:
     return Options(
         chosen.tp,
         chosen.cp,
+        chosen.ep,
         chosen.all_gather,
         chosen.dp,
         pp,
@@ -152,7 +155,7 @@ def options_of(rows: Rows, row: Ints, pp: Ints) -> Options:
 def list_rows(
     unit: Unit, slot_sequences: int, slots: int, most_gpus: int, later_units: int
 ) -> Rows:
-    """Return every (TP, CP, DP, recompute) of at most `most_gpus` GPUs.
+    """Return every (TP, CP, EP, DP, recompute) of at most `most_gpus` GPUs.
 
     DP divides the slot if the unit holds the LLM. `later_units` follow, of at least one stage each.
     Rows whose memory cannot fit at any PP are omitted.
@@ -164,6 +167,9 @@ def list_rows(
     counts = np.searchsorted(divides, most_gpus // kinds.tp_cp_size, side="right")
     variant = np.repeat(np.arange(len(counts)), counts)
     dp = np.concatenate([divides[:count] for count in counts.tolist()])
+    if kinds.divides_experts:
+        whole = kinds.expert_replicas(variant, dp) > 0
+        variant, dp = variant[whole], dp[whole]
     times = kind_ms(unit, variant, dp, slot_sequences)
     states, activations, working = kind_gib(unit, variant, dp, slot_sequences)
     most_room = most_room_gib(unit, variant, dp, slot_sequences)
@@ -173,6 +179,7 @@ def list_rows(
     rows = Rows(
         kinds.tp[variant],
         kinds.cp[variant],
+        kinds.ep[variant],
         kinds.all_gather[variant],
         dp,
         kinds.recompute[variant],
@@ -235,6 +242,10 @@ def kind_gib(
         states[mine] = kinds.kept_gib[number] + kinds.shared_gib[number] * share[mine]
         activations[mine] = mix[mine] @ kinds.activation_gib[number]
         working[mine] = mix[mine] @ kinds.working_gib[number]
+    if kinds.divides_experts:
+        alike = kinds.expert_replicas(variant, dp).astype(float)
+        share = share_of_states(profile.precision, replicas * kinds.cp[variant], alike)
+        states += kinds.experts_gib[variant] * share[:, None]
     return states, activations, np.maximum(activations, working)
 
 
@@ -291,6 +302,12 @@ def _room_and_messages_gib(
         kinds.all_gather[variant],
         unit.cluster.hides,
     )
+    if kinds.divides_experts:
+        ep = kinds.ep[variant]
+        alike = np.where(ep > 1, kinds.expert_replicas(variant, dp), 1)
+        groups = groups._replace(
+            experts=Spread.dearest(ep, 1, node), expert_replicas=Spread.dearest(alike, ep, node)
+        )
     reserved = reserved_bytes(*known, groups)
     sent = MessageBytes(*(moving * part / GIB for part in sending))
     return unit.cluster.memory_gib - reserved / GIB, sent
@@ -417,6 +434,7 @@ def _variants(unit: Unit, table: Rows | Options) -> Ints:
     """Return [B] the variant index of each row."""
     kinds = unit.kinds
     same = (table.tp[:, None] == kinds.tp) & (table.cp[:, None] == kinds.cp)
+    same &= table.ep[:, None] == kinds.ep
     same &= table.all_gather[:, None] == kinds.all_gather
     return (same & (table.recompute[:, None] == kinds.recompute)).argmax(axis=1)
 

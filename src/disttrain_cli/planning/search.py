@@ -33,7 +33,7 @@ from disttrain_cli.planning.bounds import (
 )
 from disttrain_cli.planning.dominance import Dearness, few_dominators, undominated
 from disttrain_cli.planning.objective import combine
-from disttrain_cli.planning.options import Floats, Ints, Options, join, price, take
+from disttrain_cli.planning.options import NEVER, Floats, Ints, Options, join, price, take
 from disttrain_cli.planning.units import Cluster, Unit, holder_of, shape_at
 from disttrain_cli.spec.shape import ParallelShape
 
@@ -295,7 +295,8 @@ def _dearness(options: Options) -> Dearness:
             options.after_from,
             -options.after_to,
         ),
-        (options.gpus, options.pp, options.tp, options.cp),
+        # one column for both: CP first
+        (options.gpus, options.pp, options.tp, options.cp * NEVER + options.ep),
     )
 
 

@@ -168,6 +168,8 @@ def _questions(
         asked.append(("TP 1 everywhere", profile, replace(cluster, most_tp=1)))
     if any(shape.cp > 1 for shape in before.shapes):
         asked.append(("CP 1 everywhere", profile, replace(cluster, most_cp=1)))
+    if any(shape.ep > 1 for shape in before.shapes):
+        asked.append(("EP 1 everywhere", profile, replace(cluster, most_ep=1)))
     if before.recomputes:
         asked.append(("nothing recomputed", profile, replace(cluster, checkpointing="none")))
     if profile.device.kind == "cpu" and any(

@@ -1,4 +1,4 @@
-"""Explanation of context parallelism: the plan compared with the best plan without it.
+"""Explanation of context and expert parallelism: the plan compared with the best plan without.
 
 For long sequences without CP, the plan is compared with the best layouts with it (in the LLM): the
 formula's best few, simulated over the same global batches as the plan, and those that the plan was
@@ -26,7 +26,7 @@ from disttrain_cli.planning.predict import batches
 from disttrain_cli.planning.search import search
 from disttrain_cli.planning.solve import ranked_as, solve_for
 from disttrain_cli.planning.split_backward import timed
-from disttrain_cli.planning.units import Cluster, Unit, groupings, sharing
+from disttrain_cli.planning.units import Cluster, Unit, groupings, sharing, units_of
 from disttrain_cli.spec.plan import Layout, Plan
 from disttrain_cli.spec.profile import Profile
 
@@ -81,6 +81,36 @@ def sharing_sentence(plan: Plan, profile: Profile, cluster: Cluster) -> str | No
     ]
     other_s = min(ranked_s + _times_s(profile, cluster, found), default=None)
     return f"Context   sequences of {length:,} tokens are not shared (CP): {_with(plan, other_s)}."
+
+
+def experts_sentence(plan: Plan, profile: Profile, cluster: Cluster) -> str | None:
+    """Return EP's gain in a plan, or that a plan for mixtures of experts has none.
+
+    None if no unit may have an EP group.
+
+    Args:
+        cluster: constraints of the plan.
+    """
+    strategy = plan.plan.strategy
+    divided = [unit for unit in plan.plan.units if unit.ep > 1]
+    if not divided:
+        if all(len(unit.eps) == 1 for unit in units_of(profile, cluster, plan.plan)):
+            return None
+        return "Experts   whole on every rank (EP 1), which is faster and fits."
+    alone = replace(cluster, most_ep=1)
+    known_s = [
+        other.iteration_s
+        for other in (*plan.alternatives, *plan.baselines.values())
+        if other and other.plan and all(unit.ep == 1 for unit in other.plan.units)
+    ]
+    found = [
+        layout_of(units, alone, one, strategy)
+        for units in groupings(profile, alone, strategy)
+        for one in search(units, alone, TRIED).best
+    ]
+    other_s = min(known_s + _times_s(profile, alone, found), default=None)
+    each = ", ".join(f"{unit.name} over {unit.ep} ranks" for unit in divided)
+    return f"Experts   are divided (EP), {each}: {_without(plan, other_s)}."
 
 
 def _times_s(profile: Profile, cluster: Cluster, layouts: Sequence[Layout]) -> list[float]:

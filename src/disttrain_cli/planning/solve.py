@@ -84,6 +84,7 @@ def cluster_of(run: RunFile, profile: Profile, gpus: int | None = None) -> Clust
         checkpointing="none" if cpu and recompute == "auto" else recompute,
         most_tp=1 if cpu else None,
         most_cp=1 if cpu else None,
+        most_ep=1 if cpu else None,
         splits=not cpu,
         overlaps=not cpu,
         hides=not cpu,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, wraps
@@ -16,7 +17,7 @@ from disttrain_cli.costs.activations import kept_share, working_share
 from disttrain_cli.costs.context import fits_nodes, misfit, most_cp
 from disttrain_cli.costs.freezing import backwards
 from disttrain_cli.costs.memoised import memoised as known_by_profile
-from disttrain_cli.costs.memory import GIB, state_bytes
+from disttrain_cli.costs.memory import GIB, expert_state_bytes, state_bytes
 from disttrain_cli.costs.replicated import dealt_ms
 from disttrain_cli.costs.stage import overlap_helps, tp_degrees, unit_times
 from disttrain_cli.errors import InfeasibleError
@@ -52,6 +53,7 @@ class Cluster:
     checkpointing: Literal["none", "full", "auto"] = "none"
     most_tp: int | None = None  # largest TP degree; None = what fits a node
     most_cp: int | None = None  # largest CP degree; None = any
+    most_ep: int | None = None  # largest EP degree; None = any
     over_nodes: bool = True  # CP groups may span several nodes
     cp_comm_types: tuple[CpCommType, ...] = ("a2a", "all_gather")  # allowed for CP groups
     splits: bool = False  # split backward (`planning.split_backward`)
@@ -68,6 +70,8 @@ class Shapes(Protocol):
     @property
     def cp(self) -> Ints: ...
     @property
+    def ep(self) -> Ints: ...
+    @property
     def all_gather(self) -> NDArray[np.bool_]: ...
     @property
     def recompute(self) -> NDArray[np.bool_]: ...
@@ -78,6 +82,7 @@ def shape_at(table: Shapes, row: int, *, dp: int = 1, pp: int = 1) -> ParallelSh
     return ParallelShape(
         tp=int(table.tp[row]),
         cp=int(table.cp[row]),
+        ep=int(table.ep[row]),
         dp=dp,
         pp=pp,
         recompute=bool(table.recompute[row]),
@@ -89,13 +94,14 @@ def shape_at(table: Shapes, row: int, *, dp: int = 1, pp: int = 1) -> ParallelSh
 class Kinds:
     """Distinct layers of a unit: L layers, K kinds, V variants.
 
-    A variant is a TP and a CP degree, with or without checkpointing, and a `cp_comm_type`.
+    A variant is a TP, a CP and an EP degree, with or without checkpointing, and a `cp_comm_type`.
     """
 
     of: Ints  # [L] kind of each layer
     count: Ints  # [K]
     tp: Ints  # [V]
     cp: Ints  # [V]
+    ep: Ints  # [V]
     all_gather: NDArray[np.bool_]  # [V] of `cp_comm_type`
     recompute: NDArray[np.bool_]  # [V]
     base_ms: Floats  # [V, K] forward + backward + transfers: base + slope · sequences
@@ -107,6 +113,18 @@ class Kinds:
     activation_gib: Floats
     # [V, 4, K] peak of one slot while a layer runs, including its saved activations
     working_gib: Floats
+    # [V, K] states of a rank's experts under EP, sharded over the ranks that hold the same ones
+    experts_gib: Floats
+
+    @cached_property
+    def divides_experts(self) -> bool:
+        """True if any variant has an EP degree above 1."""
+        return bool((self.ep > 1).any())
+
+    def expert_replicas(self, variant: Ints, dp: Ints) -> Ints:
+        """Return [B] the ranks of a stage that hold the same experts; 0 if EP does not fit."""
+        ranks, ep = self.tp_cp_size[variant] * dp, self.ep[variant]
+        return np.where(ranks % ep == 0, ranks // ep, 0)
 
     @property
     def tp_cp_size(self) -> Ints:
@@ -120,6 +138,7 @@ class Kinds:
         """
         gathers = shape.cp_comm_type == "all_gather"
         same = (self.tp == shape.tp) & (self.cp == shape.cp) & (self.all_gather == gathers)
+        same &= (self.ep == shape.ep) & (shape.tp_cp_size * shape.dp % shape.ep == 0)
         found = np.flatnonzero(same & (self.recompute == shape.recompute))
         return int(found[0]) if len(found) else None
 
@@ -131,7 +150,7 @@ def sharing(cluster: Cluster, *, cp: int) -> ParallelShape:
 
 @dataclass(frozen=True)
 class Unit:
-    """Consecutive modules that share one (TP, CP, DP, PP)."""
+    """Consecutive modules that share one (TP, CP, EP, DP, PP)."""
 
     name: str
     modules: tuple[str, ...]
@@ -207,6 +226,19 @@ class Unit:
         ]
 
     @cached_property
+    def eps(self) -> list[int]:
+        """EP degrees that are allowed and divide the experts of all its layers; 1 without any."""
+        counts = (
+            cost.experts.total
+            for name in self.modules
+            for cost in self.profile.modules[name].costs.values()
+            if cost.experts is not None
+        )
+        total, gpus = math.gcd(*counts), self.cluster.gpus
+        most = min(total, gpus, self.cluster.most_ep or gpus)
+        return [ep for ep in range(1, most + 1) if total % ep == 0] or [1]
+
+    @cached_property
     def gathers(self) -> bool:
         """True if its CP groups may gather keys and values.
 
@@ -245,7 +277,7 @@ class Unit:
         """Return True if overlapping its TP messages with GEMMs is faster."""
         if not self.cluster.hides or shape.tp == 1:
             return False
-        alike = replace(shape.of_replica, cp_comm_type="a2a")
+        alike = replace(shape.of_replica, cp_comm_type="a2a", ep=1)
         return overlap_helps(self.profile, self.divided, alike, self.cluster.trained)
 
     def layer_ms(self, shape: ParallelShape, overlap: bool | None = None) -> tuple[Floats, Floats]:
@@ -302,7 +334,7 @@ class Unit:
 
     @cached_property
     def kinds(self) -> Kinds:
-        """Time and memory of the unit's layers at every TP and CP degree, by kind of layer."""
+        """Time and memory of the unit's layers at every TP, CP and EP degree, by kind of layer."""
         cluster = self.cluster
         # clusters of other sizes, or for other batches, have the same layers
         alike = Cluster(
@@ -316,10 +348,12 @@ class Unit:
             cp_comm_types=cluster.cp_comm_types,
             hides=cluster.hides,
         )
-        return _kinds(self.profile, self.modules, self.replicated, alike, self.widths)
+        return _kinds(
+            self.profile, self.modules, self.replicated, alike, self.widths, tuple(self.eps)
+        )
 
-    def kinds_at(self, widths: Sequence[tuple[int, int]]) -> Kinds:
-        """Return `kinds` at these (TP, CP) degrees."""
+    def kinds_at(self, widths: Sequence[tuple[int, int]], eps: Sequence[int]) -> Kinds:
+        """Return `kinds` at these (TP, CP) degrees and EP degrees."""
         choices = {"none": [False], "full": [True], "auto": [False, True]}[
             self.cluster.checkpointing
         ]
@@ -327,11 +361,12 @@ class Unit:
             shape
             for tp, cp in widths
             for recompute in choices
+            for ep in eps
             for shape in self._undominated(
-                [replace(one, recompute=recompute) for one in self.ways(tp=tp, cp=cp)]
+                [replace(one, recompute=recompute, ep=ep) for one in self.ways(tp=tp, cp=cp)]
             )
         ]
-        columns = np.stack([self._columns[shape] for shape in variants])  # [V, 12, L]
+        columns = np.stack([self._columns[shape] for shape in variants])  # [V, 13, L]
         numbers: dict[bytes, int] = {}
         of = np.array(
             [
@@ -345,6 +380,7 @@ class Unit:
             np.bincount(of),
             np.array([shape.tp for shape in variants]),
             np.array([shape.cp for shape in variants]),
+            np.array([shape.ep for shape in variants]),
             np.array([shape.cp_comm_type == "all_gather" for shape in variants]),
             np.array([shape.recompute for shape in variants]),
             one[:, 0],
@@ -352,7 +388,8 @@ class Unit:
             one[:, 2],
             one[:, 3],
             one[:, 4:8],
-            one[:, 8:],
+            one[:, 8:12],
+            one[:, 12],
         )
 
     def _undominated(self, shapes: list[ParallelShape]) -> list[ParallelShape]:
@@ -374,7 +411,11 @@ class Unit:
         return {}
 
     def _columns_of(self, shape: ParallelShape) -> Floats:
-        """Return [12, L]: base and slope of times, states, memory of a slot and when running."""
+        """Return [13, L] columns of a variant.
+
+        They are base and slope of times, states, memory of a slot and when running, and states of
+        experts under EP.
+        """
         known, trained = (self.profile, self.modules), self.cluster.trained
         overlap = self.overlaps(shape)
         if self.replicated:
@@ -389,8 +430,13 @@ class Unit:
                 *kept_share(*known, shape, trained),
                 *working_share(*known, shape, trained, overlap=overlap),
             ]
+        experts = np.zeros(self.layers)
+        if shape.ep > 1:
+            zero = self.cluster.zero_stage
+            *changes, experts = expert_state_bytes(*known, zero, trained, shape)
+            memory[:2] = [row + change for row, change in zip(memory, changes, strict=False)]
         times = self.layer_ms(shape)
-        return np.vstack([*times, *(row / GIB for row in memory)])
+        return np.vstack([*times, *(row / GIB for row in [*memory, experts])])
 
     def _memory_of(self, name: str, shape: ParallelShape, overlap: bool, *, ranks: int) -> Floats:
         """Return [10, L] bytes of one module's layers on one of the `ranks` of a TP group.
@@ -431,8 +477,9 @@ def _kinds(
     replicated: tuple[str, ...],
     cluster: Cluster,
     widths: Sequence[tuple[int, int]],
+    eps: Sequence[int],
 ) -> Kinds:
-    return Unit("", modules, profile, cluster, replicated).kinds_at(widths)
+    return Unit("", modules, profile, cluster, replicated).kinds_at(widths, eps)
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])

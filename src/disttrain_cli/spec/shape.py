@@ -38,5 +38,5 @@ class ParallelShape:
 
     @property
     def of_replica(self) -> ParallelShape:
-        """Shape of one stage of one replica: without EP, DP and PP."""
-        return replace(self, ep=1, dp=1, pp=1)
+        """Shape of one stage of one replica: without DP and PP."""
+        return replace(self, dp=1, pp=1)

@@ -117,6 +117,7 @@ def cluster_of(job: Job) -> Cluster:
         ordering=job.predicted.ordering or "paper",
         most_tp=1 if cpu else None,
         most_cp=1 if cpu else None,
+        most_ep=1 if cpu else None,
         splits=layout.overlap or any(unit.weight_delay for unit in layout.units),
         overlaps=layout.overlap,
         hides=any(unit.tp_overlap for unit in layout.units),
