@@ -244,7 +244,7 @@ def test_experts_are_divided_as_far_as_memory_needs(
 
 
 @pytest.mark.slow
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(small_profiles(mixtures=True), st.integers(0, 2))
 def test_search_of_mixtures_of_experts_equals_brute_force(
     case: tuple[Profile, Cluster], place: int
