@@ -88,6 +88,7 @@ def test_a_run_file_for_what_is_there(made, tmp_path, capsys, monkeypatch, model
     assert file.data.sequence_length == 256 and file.train.global_batch_size <= 8
     assert file.train.epochs == 3 and 1e-4 < file.train.optimizer.lr < 1e-2
     assert opened.resolve(file.data.tokenizer) == made / model
+    assert file.samples.answers == (20 if data in ("talks.jsonl", "sharegpt.json") else 0)
     code, _, err = init([str(to), "--folder", model, "--data", data], capsys)
     assert code == 1 and "disttrain.yaml exists" in err
 

@@ -199,6 +199,7 @@ def _sizes(run: Run, index: Index, devices: int) -> dict[str, object]:
     lengths = index.lengths
     most, longest = run.file.data.sequence_length, int(lengths.max())
     length = min(most, max(SHORTEST, 1 << (longest - 1).bit_length()))
+    asks = bool((index.own_texts & ~index.trained).any())  # else there are no questions
     held_out = next((share for share in (0.05, 0.1) if share * len(index) >= 5), 0.0)
     sequences = max(1, round(float(lengths.sum()) * (1 - held_out) / length))
     batch = max(devices, min(BATCH, 1 << (sequences // UPDATES).bit_length() >> 1), 1)
@@ -215,7 +216,7 @@ def _sizes(run: Run, index: Index, devices: int) -> dict[str, object]:
         "rate": f"{rate:.0e}".replace("e", ".0e", 1),
         "warmup": steps // 20,
         "about_answers": ANSWERS,
-        "answers": 20 if held_out else 0,
+        "answers": 20 if held_out and asks else 0,
     }
 
 

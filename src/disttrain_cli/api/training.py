@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -85,12 +86,13 @@ def train(
     if lacks_plan and (resume or not plans_itself(opened)):
         checked_plan(opened)  # raises before the run's folder is written
     again = _again("train", plan=plan, steps=steps, profile_steps=profile_steps, origin=origin)
+    once = cache(note)  # a profile has notes of the start, too: the folders of weights
     with alone(opened.dir):
         if lacks_plan:
             check_scores(opened.file.samples)
             if not restart:
                 check_fresh(opened.dir, again)
-            _plan_here(opened, progress, note)
+            _plan_here(opened, progress, once)
         chosen, costs = checked_plan(opened, plan)
         total = steps if steps is not None else opened.file.train.total_steps
         if profile_steps is not None:
@@ -114,7 +116,7 @@ def train(
                 origin=weights,
                 on_step=on_step,
                 progress=progress,
-                note=note,
+                note=once,
                 again=again,
                 replanner=replanner,
             )

@@ -118,7 +118,7 @@ def run(
     )
     console.table(
         "Written",
-        ["image", "prompt", "text"],
+        ["file", "prompt", "text"],
         [
             [one.image, printable(one.prompt), printable(one.text.strip(), 200)]
             for one in drawn.written
