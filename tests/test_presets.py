@@ -40,6 +40,7 @@ LLM_BILLIONS = {
     "qwen3.5-9b": 8.95,
     "gemma4-31b": 30.7,
     "glm-4.6v-flash": 9.40,
+    "mistral-small-3.1-24b": 23.6,
     "qwen2.5-omni-7b": 7.62,
     "mllm-audio-10b": 6.74,
     "tiny": 0.0009,
@@ -55,6 +56,7 @@ LLM_BILLIONS = {
     "tiny-qwen3.5": 0.00086,
     "tiny-gemma4": 0.00081,
     "tiny-glm4v": 0.00083,
+    "tiny-mistral3": 0.00083,
     "tiny-qwen2.5-omni": 0.00078,
 }
 
