@@ -25,6 +25,7 @@ class Tiny(NamedTuple):
     vision: dict[str, Any]
     text: dict[str, Any]
     fields: dict[str, Any] | None = None
+    length: int = 1024  # tokens of the sequence that holds all conversations
 
 
 def vipllava() -> Any:
@@ -394,6 +395,49 @@ def step3p7() -> Any:
     )
 
 
+def granite_docling() -> Any:
+    import transformers
+
+    tiles = (f"<row_{row}_col_{column}>" for row in range(1, 9) for column in range(1, 9))
+    marks = ("<fake_token_around_image>", "<global-img>", *tiles)
+    words = words_of(marks, "<image>", image_token="<image>")
+    return transformers.GraniteDoclingProcessor(
+        transformers.GraniteDoclingImageProcessorPil(
+            size={"height": 32, "width": 32}, max_patches=2, dense_max_patches=2
+        ),
+        words,
+        image_seq_len=4,
+        chat_template=words.chat_template,
+    )
+
+
+def got_ocr2(name: str = "GotOcr2", rows: int = 1) -> Any:
+    import transformers
+
+    words = words_of(("<img>", "</img>"), "<imgpad>")
+    words.chat_template = words.chat_template.replace("<imgpad>", f"<img>{'<imgpad>' * rows}</img>")
+    return getattr(transformers, f"{name}Processor")(
+        getattr(transformers, f"{name}ImageProcessorPil")(size={"height": 256, "width": 256}),
+        words,
+        chat_template=words.chat_template,
+    )
+
+
+def deepseek_ocr2() -> Any:
+    import transformers
+
+    words = words_of((), "<image>", image_token="<image>")
+    return transformers.DeepseekOcr2Processor(
+        # 256 and 144 queries, as its tower has them
+        transformers.DeepseekOcr2ImageProcessorPil(
+            size={"height": 128, "width": 128}, tile_size=96, max_patches=2
+        ),
+        words,
+        patch_size=2,
+        chat_template=words.chat_template,
+    )
+
+
 ITEMS = ("image", "video", "vision")
 MARKS = ("<video>", "<start>", "<end>", "<|begin_of_video|>", "<|end_of_video|>")
 SLICES = (
@@ -490,6 +534,17 @@ INTERNVIT = {
     "image_size": [32, 32],
     "patch_size": [8, 8],
     "drop_path_rate": 0.0,
+}
+SAM = {
+    "hidden_size": 32,
+    "output_channels": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "image_size": 64,
+    "patch_size": 4,
+    "window_size": 4,
+    "global_attn_indexes": [],
+    "mlp_dim": 64,
 }
 FAMILIES: dict[str, Tiny] = {
     "vipllava": Tiny(
@@ -850,6 +905,44 @@ FAMILIES: dict[str, Tiny] = {
         },
         IDS,
     ),
+    "granite_docling": Tiny(
+        "GraniteDocling",
+        granite_docling,
+        VIT_LAYERS
+        | {
+            "image_size": 32,
+            "out_hidden_size": 48,
+            "deepstack_visual_indexes": [0],
+            "scale_factor": 4,
+        },
+        LLM,
+    ),
+    "got_ocr2": Tiny("GotOcr2", got_ocr2, SAM | {"image_size": 256}, QWEN2, length=4096),
+    "pp_chart2table": Tiny(
+        "PPChart2Table",
+        partial(got_ocr2, "PPChart2Table", 256),
+        SAM | {"image_size": 256},
+        QWEN2,
+        length=4096,
+    ),
+    "deepseek_ocr2": Tiny(
+        "DeepseekOcr2",
+        deepseek_ocr2,
+        {
+            "sam_config": SAM
+            | {"image_size": 128, "patch_size": 2, "downsample_channels": [32, 32]},
+            "encoder_config": LLM | {"hidden_size": 32, "num_key_value_heads": 4},
+        },
+        LLM | ROUTED | {"num_key_value_heads": 4, "mlp_layer_types": ["dense", "sparse"]},
+        length=4096,
+    ),
+    "cohere2": Tiny(
+        "Cohere2Vision",
+        cohere2_vision,
+        SIGLIP | {"image_size": 16, "patch_size": 4},
+        {"model_type": "cohere2"} | HEADS | {"sliding_window": 16, "logit_scale": 0.25},
+        {"alignment_intermediate_size": 64},
+    ),
     "gemma4": Tiny(
         "Gemma4",
         gemma4,
@@ -945,4 +1038,11 @@ def write(folder: Path, family: str) -> tuple[Any, Any]:
     processor = transformers.AutoProcessor.from_pretrained(folder)
     kinds = "mm_token_type_ids" in inspect.signature(model.forward).parameters
     processor.return_mm_token_type_ids |= kinds  # some classes ask for them, then
+    if family in ("got_ocr2", "pp_chart2table"):  # their classes take lists without samples
+        layout = processor.prepare_inputs_layout
+        processor.prepare_inputs_layout = lambda images=None, text=None, **given: layout(
+            images=images and [image for sample in images for image in sample],
+            text=[text] if isinstance(text, str) else text,
+            **given,
+        )
     return model, processor

@@ -17,7 +17,7 @@ from torch import nn
 
 from disttrain_cli.api.presets import preset_text, write_model_files
 from disttrain_cli.errors import SpecError
-from disttrain_cli.models import library_glue, library_tower
+from disttrain_cli.models import library_tower, library_whole
 from disttrain_cli.models.graph import build_layers, describe
 from disttrain_cli.models.layer import Batch, Items
 from disttrain_cli.models.operators import layer_operators
@@ -36,7 +36,7 @@ from tests.whole_models import run_of
 SIZES = [(50, 30), (16, 16), (200, 41), (31, 100)]
 
 
-def written(folder: Path, family: str) -> tuple[Any, Any, LibraryImages, library_glue.Glue]:
+def written(folder: Path, family: str) -> tuple[Any, Any, LibraryImages, library_whole.TowerCall]:
     model, processor = write(folder, family)
     token = model.config.image_token_id
     head = LibraryImages(
@@ -46,17 +46,17 @@ def written(folder: Path, family: str) -> tuple[Any, Any, LibraryImages, library
         inputs=("pixel_values",),
         digest=digest_of(folder),
     )
-    glue = library_glue.glues_of(head, model.config)["image"]
-    mrope = glue.positions is not None
-    head = head.model_copy(update={"inputs": glue.names, "mrope": mrope})
-    return model, processor, head, glue
+    call = library_whole.tower_calls(head, model.config)["image"]
+    mrope = call.positions is not None
+    head = head.model_copy(update={"inputs": call.names, "mrope": mrope})
+    return model, processor, head, call
 
 
 @pytest.mark.parametrize("family", first_fast([one for one in FAST if one not in REFUSED], 4))
 def test_the_rows_of_an_image_are_the_librarys_own(tmp_path: Path, family: str) -> None:
     """One by one as in a batch, whatever their sizes."""
-    model, processor, head, glue = written(tmp_path, family)
-    tower = library_tower.Tower("vision", model.config, head, {"image": glue}).to_empty(
+    model, processor, head, call = written(tmp_path, family)
+    tower = library_tower.Tower("vision", model.config, head, {"image": call}).to_empty(
         device="cpu"
     )
     own, layers = model.model.state_dict(), dict(tower.named_parameters())
@@ -75,11 +75,11 @@ def test_the_rows_of_an_image_are_the_librarys_own(tmp_path: Path, family: str) 
             tables={0: [packed.table[None]]},
         )
         given = processor(images=[image, image], text=f"{text}\n{text}", return_tensors="pt")
-        arguments = {argument: given[name] for argument, name in glue.inputs}
+        arguments = {argument: given[name] for argument, name in call.inputs}
         with torch.no_grad():
             made = tower({}, Batch({"image": items}))["image_embeds"]
             there = model.model.get_image_features(
-                **arguments, **glue.constants, return_dict=True
+                **arguments, **call.constants, return_dict=True
             ).pooler_output
         expected = library_tower.flat_rows(there)[:rows]
         torch.testing.assert_close(made, expected, atol=1e-5, rtol=1e-5)
@@ -132,11 +132,11 @@ def test_a_forward_that_changes_rows_tokens_or_positions_is_refused() -> None:
     config = SimpleNamespace(
         vocab_size=10, pad_token_id=0, layer_types=None, model_type="any", num_hidden_layers=1
     )
-    llm = library_glue._Llm(SimpleNamespace(config=config, forward=lambda deep: None), width)
+    llm = library_whole._Llm(SimpleNamespace(config=config, forward=lambda deep: None), width)
     embeds = llm.embed_tokens(ids)
     embeds[rows] = features
     given = {"llm": llm, "ids": ids, "rows": rows, "features": features, "media": "image"}
-    check = partial(library_glue._checked, "any", **given)
+    check = partial(library_whole._checked, "any", **given)
     plain = {"inputs_embeds": embeds[None], "attention_mask": torch.ones(1, 4), "use_cache": False}
     assert check(plain) is None
     turned = torch.arange(4).expand(3, 1, 4)

@@ -11,14 +11,14 @@ from disttrain_cli.models.graph import describe
 from disttrain_cli.spec.library_processor import OF_TEXT
 from disttrain_cli.spec.runfile.published import is_all
 from tests.data.test_parts import SIZES, told, write_json
-from tests.library_models import TRAINED, write
+from tests.library_models import FAMILIES, TRAINED, write
 from tests.models.test_whole import loaded, loss_of
 from tests.runtime.test_whole_conversations import loaded_batch
 from tests.test_chain import document
 from tests.whole_models import run_of
 
 #: Families that are trained by commands: rows of patches, spans, recurrent layers, M-RoPE.
-BY_COMMANDS = ("mistral3", "gemma3", "lfm2_vl", "paddleocr_vl")
+BY_COMMANDS = ("mistral3", "gemma4", "lfm2_vl", "glm4v")
 
 
 def loss_by_library(model, processor):
@@ -45,7 +45,8 @@ def loss_by_library(model, processor):
 def test_the_loss_of_conversations_is_the_librarys_own(tmp_path, family):
     model, processor = write(tmp_path / "whole", family)
     write_json(tmp_path / "data")
-    run = run_of(tmp_path / "whole", data={"sequence_length": 1024}, global_batch_size=1)
+    data = {"sequence_length": FAMILIES[family].length}
+    run = run_of(tmp_path / "whole", data=data, global_batch_size=1)
     assert is_all(run.published, run.file.model)
     layers, index = loaded(run), build_index(run, describe(run))
     assert not index.skipped and len(index) == len(SIZES)

@@ -34,6 +34,8 @@ from disttrain_cli.models.layer import EMBEDS, LOSS_PREFIX, Batch, PipelineLayer
 from disttrain_cli.models.levelling import runs_of
 from disttrain_cli.models.library_decoder import Offsets, Store, library_decoder
 from disttrain_cli.models.library_frame import Arguments, Frame, Place, Spans, Tail
+from disttrain_cli.models.library_whole import whole_of
+from disttrain_cli.models.own_kernels import adds_feed_forward
 from disttrain_cli.models.parallel import across, embed, gather, once, scatter, share, split
 from disttrain_cli.models.recurrent import documents, restart
 
@@ -304,7 +306,8 @@ class DeepBlock(Block):
 
     This is DeepStack (Meng et al. 2024, arXiv 2406.04334). Each rank of a TP group adds its own
     part of the features to its partial sums of the feed-forward, whose sum over the group is then
-    complete: no additional message, but none overlapped with GEMMs.
+    complete: no additional message, but none overlapped with GEMMs. Layers that scale their
+    feed-forward add the features after it.
     """
 
     row_by_row = False
@@ -315,7 +318,8 @@ class DeepBlock(Block):
         self.kind = f"{self.kind}.deepstack"
         self.features, self.reads = features, ("hidden", features)
         self._more: tuple[Tensor, Tensor] | None = None
-        self._completes = any(path.startswith(f"{FEED_FORWARD}.") for path in self.division)
+        sharded = any(path.startswith(f"{FEED_FORWARD}.") for path in self.division)
+        self._completes = sharded and adds_feed_forward(self.layer)
 
     def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
         images, given = batch.of("image"), state.get(self.features)
@@ -332,7 +336,7 @@ class DeepBlock(Block):
 
     def completed(self, path: str, made: Tensor) -> Tensor:
         """Return the feed-forward's partial sums, with the features added to its images' rows."""
-        if path != FEED_FORWARD or self._more is None:
+        if path != FEED_FORWARD or self._more is None or not self._completes:
             return made
         return with_rows_added(made.flatten(0, -2), *self._more)
 
@@ -359,7 +363,8 @@ class Head(DecoderLayer):
         library = library_decoder(config)
         self.norm, self.lm_head = library.norm(), library.head()
         self.published = {"norm": library.names["norm"], "lm_head": library.names["head"]}
-        self._tail = Tail(library)
+        whole = whole_of(config)
+        self._tail = Tail(whole or library.model, "model" if whole else library.base_name)
         if ties(config):
             self.tied = {"lm_head.weight": (f"{module}.embed", "embedding.weight")}
 

@@ -85,6 +85,7 @@ def _attend_images(
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    causal &= attention_mask is None  # else the mask says it
     with torch._C.DisableTorchFunction():  # segments' numbers stay on the host
         if attention_mask is None and not (dropout or causal) and key.shape[2] == query.shape[2]:
             images = equal_segments(len(query), query.shape[2], query.device)

@@ -28,7 +28,14 @@ from disttrain_cli.models.empty_weights import empty_weights
 from disttrain_cli.models.fused import RmsNorm
 from disttrain_cli.models.layer import ADAPTER
 from disttrain_cli.models.library_attention import packed
-from disttrain_cli.models.library_frame import PER_LAYER, TOKEN_INPUTS, Arguments, Frame, Place
+from disttrain_cli.models.library_frame import (
+    PER_LAYER,
+    TOKEN_INPUTS,
+    Arguments,
+    Frame,
+    Place,
+    head_name,
+)
 from disttrain_cli.models.own_kernels import with_own_kernels
 
 #: Configurations whose models stay constructed per process.
@@ -123,6 +130,7 @@ class LibraryDecoder:
     Attributes:
         model: the class with the head, or the base model if the family has none.
         base: the base model.
+        base_name: its name in the class with the head.
         layers: its decoder layers.
         embedding_scale: factor of the embedding module itself and of the base model's look-up, for
             tokens' rows only.
@@ -144,12 +152,12 @@ class LibraryDecoder:
             self.model = made(self.config)
         for part in self.model.modules():
             _move_weights(part)
-        self.has_head = self.model.get_output_embeddings() is not None
-        self._of_base = next(
+        self.has_head = head_name(self.model) is not None
+        self.base_name = next(
             (n for n in (self.model.base_model_prefix, "model") if n and hasattr(self.model, n)),
             "model",
         )
-        self.base = getattr(self.model, self._of_base) if self.has_head else self.model
+        self.base = getattr(self.model, self.base_name) if self.has_head else self.model
         names = parts_of(config)
         if names is None:
             raise NoPipeline(f"transformers has no pipeline plan of {config.model_type}")
@@ -178,7 +186,7 @@ class LibraryDecoder:
     @property
     def prefix(self) -> str:
         """Prefix of the base model's names in the class with the head."""
-        return f"{self._of_base}."
+        return f"{self.base_name}."
 
     @property
     def names(self) -> dict[str, str]:
@@ -186,13 +194,8 @@ class LibraryDecoder:
         return {
             "embedding": self.prefix + self._embedding,
             "norm": self.prefix + self._norm,
-            "head": self._head,
+            "head": head_name(self.model) or "lm_head",
         }
-
-    @cached_property
-    def _head(self) -> str:
-        head = self.model.get_output_embeddings() if self.has_head else None
-        return next((n for n, part in self.model.named_modules() if part is head), "lm_head")
 
     def layer_name(self, number: int) -> str:
         """Return a layer's name in the class with the head."""

@@ -162,25 +162,35 @@ class Frame:
 class Tail:
     """The library's class after its final norm: head, logit scale, soft cap."""
 
-    def __init__(self, decoder: Any) -> None:
-        self._names, self._model = decoder.names, None
-        if decoder.has_head:
-            self._model = copy.copy(decoder.model)
-            self._base = _Given(decoder.base)
-            children = {**decoder.model._modules, decoder.prefix.rstrip("."): self._base}
-            self._model.__dict__["_modules"] = children
+    def __init__(self, model: Any, base: str) -> None:
+        """
+        Args:
+            model: the class with a head; if it has none, the head alone outputs logits.
+            base: name of its base model.
+        """
+        self._head, self._model = head_name(model), None
+        if self._head is not None:
+            self._model = copy.copy(model)
+            self._base = _Given(getattr(model, base))
+            self._model.__dict__["_modules"] = {**model._modules, base: self._base}
 
     def __call__(self, normed_RD: Tensor, head: nn.Module) -> Tensor:
         """Return logits [R, V], or those of a vocabulary shard."""
         if self._model is None:
             logits: Tensor = head(normed_RD)
             return logits
-        self._model._modules[self._names["head"]] = head
+        self._model._modules[self._head] = head
         self._base.rows = normed_RD[None]
         try:
             return self._model(inputs_embeds=self._base.rows, use_cache=False).logits.squeeze(0)
         finally:
             self._base.rows = None
+
+
+def head_name(model: Any) -> str | None:
+    """Return the name of the linear that outputs a class's logits; None if it has none."""
+    head = model.get_output_embeddings()
+    return next((name for name, part in model.named_modules() if part is head), None)
 
 
 class _Given(nn.Module):

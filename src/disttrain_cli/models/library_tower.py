@@ -1,7 +1,7 @@
 """Tower and projector of any image-text or audio-text family as one layer, as the library has them.
 
 Their rows come from the library's `get_image_features`, `get_video_features` and
-`get_audio_features`, called as the whole model calls them (`library_glue`).
+`get_audio_features`, called as the whole model calls them (`library_whole`).
 
 The layer holds all of the model's base class but the LLM, and but the other tower. Its buffers are
 computed for real though its weights are built on the meta device, and are no state: a cast to bf16
@@ -44,7 +44,7 @@ from disttrain_cli.models.layer import (
     features_name,
 )
 from disttrain_cli.models.library_attention import for_images
-from disttrain_cli.models.library_glue import DEEP, Glue, glues_of, refused, whole_model
+from disttrain_cli.models.library_whole import DEEP, TowerCall, refused, tower_calls, whole_model
 from disttrain_cli.models.parallel import split
 from disttrain_cli.spec.families.folder import PublishedFolder
 from disttrain_cli.spec.families.library import AUDIO_PARTS
@@ -152,22 +152,22 @@ class Tower(PipelineLayer):
     redundant = True
 
     def __init__(
-        self, module: str, config: Any, head: LibraryItems, glues: Mapping[str, Glue]
+        self, module: str, config: Any, head: LibraryItems, calls: Mapping[str, TowerCall]
     ) -> None:
         """
         Args:
-            glues: of all types of files that it reads.
+            calls: of all types of files that it reads.
         """
         from transformers import PreTrainedModel
 
         super().__init__()
-        self.name, self.module, self.head, self.glues = f"{module}.tower", module, head, glues
+        self.name, self.module, self.head, self.calls = f"{module}.tower", module, head, calls
         self.item: Item = head.item
         self.needs = (self.item,)
         width = config.get_text_config().hidden_size
         names = (
             embeds_name(self.item),
-            *(features_name(level) for level in range(next(iter(glues.values())).levels)),
+            *(features_name(level) for level in range(next(iter(calls.values())).levels)),
         )
         self.writes = tuple(
             TensorSpec(name, self.item, "tokens", (width,), split=True) for name in names
@@ -238,23 +238,23 @@ class Tower(PipelineLayer):
         Of an example (`LibraryImages.example`) there are about as many.
         """
         inputs = unpacked(self.head.inputs, values, table[0])
-        glue = next(one for one in self.glues.values() if one.inputs[0][1] in inputs)
+        call = next(one for one in self.calls.values() if one.inputs[0][1] in inputs)
         given = {
             argument: inputs[name].to(like.dtype)
             if inputs[name].is_floating_point()
             else inputs[name]
             if _has_no_values(like)
             else to_device(inputs[name], like.device)
-            for argument, name in glue.inputs
+            for argument, name in call.inputs
             if name in inputs
         }
         rows = int(table[0, 0])
         if rows == 1:  # classes squeeze the rows of a batch with one row away
             given = {name: torch.cat([value, value]) for name, value in given.items()}
         with _NumbersOnHost(like.device) if _has_no_values(like) else nullcontext():
-            made = getattr(self.tower, glue.function)(**given, **glue.constants, return_dict=True)
-            deep = getattr(made, DEEP) if glue.levels else ()
-            found = [flat_rows(one) for one in (getattr(made, glue.output), *deep)]
+            made = getattr(self.tower, call.function)(**given, **call.constants, return_dict=True)
+            deep = getattr(made, DEEP) if call.levels else ()
+            found = [flat_rows(one) for one in (getattr(made, call.output), *deep)]
         if any(len(one) != (2 if rows == 1 else rows) for one in found):
             raise SpecError(
                 f"The tower of {self.head.folder} and its processor do not fit",
@@ -431,9 +431,9 @@ def _videos(run: Run, published: PublishedFolder, module: ModuleConfig) -> Libra
 
 def _completed(head: Any, module: ModuleConfig) -> Any:
     """Return a head with the inputs that the functions of its tower read."""
-    glues = glues_of(head, module.config).values()
-    names = dict.fromkeys(name for glue in glues for name in glue.names)
-    mrope = any(glue.positions is not None for glue in glues)
+    calls = tower_calls(head, module.config).values()
+    names = dict.fromkeys(name for call in calls for name in call.names)
+    mrope = any(call.positions is not None for call in calls)
     return head.model_copy(update={"inputs": tuple(names), "mrope": mrope})
 
 
@@ -443,5 +443,5 @@ def makers(joined: Joined) -> list[LayerMaker]:
     assert isinstance(head, LibraryItems)
     section = "vision_config" if head.item == "image" else "audio_config"
     std = getattr(getattr(module.config, section, None), "initializer_range", 0.02)
-    make = partial(Tower, module.name, module.config, head, glues_of(head, module.config))
+    make = partial(Tower, module.name, module.config, head, tower_calls(head, module.config))
     return [LayerMaker(make, std)]

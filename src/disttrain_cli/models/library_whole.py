@@ -1,4 +1,4 @@
-"""Calls of a tower in the library's whole models, and the use of its rows (`Glue`).
+"""The library's whole models, and how their forward calls a tower and uses its rows.
 
 Recorded once per folder from the library's own forward, with stand-ins for LLM and tower: a family
 whose rows are anything but the input of the LLM at the places of its tokens is refused by name.
@@ -21,8 +21,9 @@ from torch.utils._pytree import tree_map_only
 from disttrain_cli.errors import SpecError
 from disttrain_cli.models.configs.checks import MISTAKES
 from disttrain_cli.models.configs.decoders import sees_vision
+from disttrain_cli.models.configs.wholes import WHOLE
 from disttrain_cli.models.empty_weights import empty_weights
-from disttrain_cli.models.library_frame import TOKEN_INPUTS
+from disttrain_cli.models.library_frame import TOKEN_INPUTS, Tail
 from disttrain_cli.spec.library_calls import Media
 from disttrain_cli.spec.library_images import LibraryImages, LibraryItems
 from disttrain_cli.spec.library_processor import LibraryProcessor
@@ -64,7 +65,8 @@ def whole_model(config: Any) -> Whole:
     """Return a whole model with buffers but without weights.
 
     Raises:
-        SpecError: its class does not have the form of a tower before an LLM.
+        SpecError: its class does not have the form of a tower before an LLM, or its logits are no
+            function of the LLM's output (`Tail`).
     """
     key = repr(config.to_dict())
     with _disable_current_modes():  # those that count operators or fake a device
@@ -100,7 +102,25 @@ def _made(config: Any) -> Whole:
     if base is None or llm is None or not any(hasattr(base, one) for one in functions):
         why = f"a model with {' or '.join(functions)} and an LLM ({' or '.join(LLMS)})"
         raise refused(kind, f"{made.__name__} has no `model` of the usual form: {why}")
+    hidden = torch.empty(2, config.get_text_config().hidden_size, device="meta")
+    try:
+        Tail(model, "model")(hidden, model.get_output_embeddings())
+    except MISTAKES as error:
+        why = " ".join(str(error).split())
+        raise refused(kind, f"its logits are computed of more than hidden states: {why}") from None
     return Whole(model, base, llm)
+
+
+def whole_of(config: Any) -> Any:
+    """Return the class of the whole model that outputs an LLM's logits; None if it is no part."""
+    from transformers import CONFIG_MAPPING
+
+    fields = config.to_dict()
+    whole = fields.pop(WHOLE, None)
+    if whole is None:
+        return None
+    made = CONFIG_MAPPING[whole["model_type"]]
+    return whole_model(made.from_dict(whole | {"text_config": fields})).model
 
 
 def refused(model_type: str, why: str) -> SpecError:
@@ -108,7 +128,7 @@ def refused(model_type: str, why: str) -> SpecError:
     return SpecError(f"model.folder: the family {model_type} cannot be trained exactly", why, STEP)
 
 
-class Glue(NamedTuple):
+class TowerCall(NamedTuple):
     """Call of a function of `FEATURES` in the library's own forward."""
 
     function: str
@@ -186,7 +206,7 @@ class _Llm(nn.Module):
         raise _ReachedError(dict(zip(self.names, args, strict=False)) | kwargs)
 
 
-def glue_of(config: Any, given: Mapping[str, Tensor], token: int, media: Media) -> Glue:
+def tower_call(config: Any, given: Mapping[str, Tensor], token: int, media: Media) -> TowerCall:
     """Return how a whole model's forward calls the function of `FEATURES` for a type of file.
 
     Args:
@@ -196,12 +216,7 @@ def glue_of(config: Any, given: Mapping[str, Tensor], token: int, media: Media) 
     Raises:
         SpecError: it does anything else with the rows than to make them the LLM's input.
     """
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-
     whole, kind, text = whole_model(config), config.model_type, config.get_text_config()
-    scale = getattr(text, "logits_scaling", 1.0)
-    if scale != 1.0 and type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise refused(kind, f"its own class divides logits by {scale}, its LLM's has no head")
     base, ids, width = whole.base, given["input_ids"][0], text.hidden_size
     stand_in = _Llm(getattr(base, whole.llm), width)
     # first, as a model takes the device of its first weight for its own
@@ -232,8 +247,8 @@ def glue_of(config: Any, given: Mapping[str, Tensor], token: int, media: Media) 
                 kind, reached.arguments, stand_in, ids, ids == token, features, media
             )
             deep = reached.arguments.get(DEEP_ROWS) or ()
-            glue = _glue(kind, calls, given, function, output)
-            return glue._replace(positions=positions, levels=len(deep))
+            call = _call(kind, calls, given, function, output)
+            return call._replace(positions=positions, levels=len(deep))
         except Exception as error:  # other forms of the features fail in any way
             why = why or f"{type(error).__name__}: {' '.join(str(error).split())}"
     if others := others - set(OUTPUTS):
@@ -262,13 +277,13 @@ def _features(
     return _Outputs(others, **made, **{DEEP: deep or None})
 
 
-def _glue(
+def _call(
     kind: str,
     calls: list[dict[str, Any]],
     given: Mapping[str, Tensor],
     function: str,
     output: str,
-) -> Glue:
+) -> TowerCall:
     if len(calls) != 1:
         raise refused(kind, f"its forward calls {function} {len(calls)} times")
     inputs, constants = [], {}
@@ -281,7 +296,7 @@ def _glue(
             raise refused(kind, f"its forward changes {name} before {function}")
         inputs.append((name, name if name in same else same[0]))
     constants.pop("return_dict", None)
-    return Glue(function, output, tuple(inputs), constants, None)
+    return TowerCall(function, output, tuple(inputs), constants, None)
 
 
 def _equal(one: Any, other: Tensor) -> bool:
@@ -386,11 +401,11 @@ def _check_positions(
         raise refused(kind, "its positions are of a form that is not known")
 
 
-_glues: dict[tuple[Any, ...], Glue] = {}
+_calls: dict[tuple[Any, ...], TowerCall] = {}
 
 
-def glues_of(head: LibraryItems, config: Any) -> dict[str, Glue]:
-    """Return the glue of a folder's model for each type of file that is read.
+def tower_calls(head: LibraryItems, config: Any) -> dict[str, TowerCall]:
+    """Return how a folder's model calls its tower for each type of file that is read.
 
     Recorded once per process.
     """
@@ -398,25 +413,25 @@ def glues_of(head: LibraryItems, config: Any) -> dict[str, Glue]:
         processors = [head.processor, *([] if head.video is None else [head.of_videos])]
     else:
         processors = [head.processor_of(head.large)]
-    return {one.call.media: _glue_from(one, head.digest, config) for one in processors}
+    return {one.call.media: _call_from(one, head.digest, config) for one in processors}
 
 
-def _glue_from(processor: LibraryProcessor, digest: str, config: Any) -> Glue:
+def _call_from(processor: LibraryProcessor, digest: str, config: Any) -> TowerCall:
     media = processor.call.media
     key = str(processor.folder), processor.row, processor.call, digest, repr(config.to_dict())
-    if key not in _glues:
+    if key not in _calls:
         # large files may have inputs that small ones lack
         size = max(processor.call.sizes, key=lambda one: len(processor.complete(one)))
         given = processor.complete(size)
-        glue = glue_of(config, given, processor.row, media)
+        call = tower_call(config, given, processor.row, media)
         ids = given["input_ids"][0]
-        if glue.positions is not None and media == "audio":
-            if not torch.equal(glue.positions, torch.arange(len(ids)).expand(3, -1)):
+        if call.positions is not None and media == "audio":
+            if not torch.equal(call.positions, torch.arange(len(ids)).expand(3, -1)):
                 raise refused(config.model_type, "the positions of its clips are not counted")
-            glue = glue._replace(positions=None)
-        elif glue.positions is not None:
+            call = call._replace(positions=None)
+        elif call.positions is not None:
             inside, following = processor.positions(size)
             own = processor.row, torch.from_numpy(inside), following
-            _check_positions(config.model_type, glue.positions, ids, *own)
-        _glues[key] = glue
-    return _glues[key]
+            _check_positions(config.model_type, call.positions, ids, *own)
+        _calls[key] = call
+    return _calls[key]

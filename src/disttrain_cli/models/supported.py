@@ -2,7 +2,7 @@
 
 By trying: the class of each is built from its default configuration, without memory for weights,
 and one layer of each kind runs on the meta device. What the processor and the forward of an
-image-text family do is checked with a folder only (`library_glue.glue_of`).
+image-text family do is checked with a folder only (`library_whole.tower_call`).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from disttrain_cli.errors import SpecError
 from disttrain_cli.models import recurrent
 from disttrain_cli.models.architectures import architectures, decoder_of, read_decoder
 from disttrain_cli.models.library_attention import packed
-from disttrain_cli.models.library_glue import FEATURES, refused, whole_model
 from disttrain_cli.models.library_tower import unfit
+from disttrain_cli.models.library_whole import FEATURES, refused, whole_model
 from disttrain_cli.spec.families.library import TABLES, library_classes, library_family
 from disttrain_cli.spec.families.table import FAMILIES
 

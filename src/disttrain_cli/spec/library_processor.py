@@ -12,6 +12,7 @@ import hashlib
 import inspect
 import json
 import math
+import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -253,7 +254,14 @@ class LibraryProcessor:
         transformers = import_module("transformers")
         config = transformers.AutoConfig.from_pretrained(str(self.folder), local_files_only=True)
         config = getattr(config, THINKER, config)
-        made = transformers.MODEL_MAPPING[type(config)]
+        made = next(
+            mapping[type(config)]
+            for mapping in (
+                transformers.MODEL_MAPPING,
+                transformers.MODEL_FOR_MULTIMODAL_LM_MAPPING,
+            )
+            if type(config) in mapping
+        )
         base = made.__new__(made)
         import_module("torch.nn").Module.__init__(base)
         base.config = config
@@ -287,17 +295,24 @@ class LibraryProcessor:
     @cached_property
     def around(self) -> tuple[str, str]:
         """Texts that the chat template writes around a placeholder; some positions need them."""
-        turn = {"role": "user", "content": [{"type": self.call.media}]}
-        try:
-            said = self._processor.apply_chat_template([turn], tokenize=False)
-        except Exception:  # a template is anyone's program
-            return "", ""
-        before, found, after = said.partition(self.placeholder)
+        before, found, after = self._turn.partition(self.placeholder)
         return (before, after) if found and self.placeholder not in after else ("", "")
 
     @cached_property
+    def _turn(self) -> str:
+        """A user's turn with one file, as the chat template writes it; "" if it refuses one."""
+        turn = {"role": "user", "content": [{"type": self.call.media}]}
+        try:
+            return str(self._processor.apply_chat_template([turn], tokenize=False))
+        except Exception:  # a template is anyone's program
+            return ""
+
+    @cached_property
     def placeholder(self) -> str:
-        """Text that a chat template writes for a file, and that the processor replaces."""
+        """Text that a chat template writes for a file, and that the processor replaces.
+
+        Some templates write all rows themselves.
+        """
         template = self._processor.chat_template or self._tokenizer.chat_template or ""
         named = [
             value
@@ -306,6 +321,7 @@ class LibraryProcessor:
         ]
         # those that the template writes first
         texts = sorted(dict.fromkeys([*named, self._row]), key=lambda one: one not in str(template))
+        texts = [*re.findall(f"(?:{re.escape(self._row)}){{2,}}", self._turn)[:1], *texts]
         why = ""
         for text in texts:
             try:

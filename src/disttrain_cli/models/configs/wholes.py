@@ -13,6 +13,8 @@ from disttrain_cli.spec.families.family import Module
 from disttrain_cli.spec.families.folder import PublishedFolder
 
 HEAD_AND_EMBEDDING = ("lm_head.weight", "embed_tokens.weight")
+#: Attribute of an LLM's configuration: fields of the whole model's, of which it is a part.
+WHOLE = "whole_model"
 ROWS = 4096  # rows compared at once
 
 
@@ -49,6 +51,8 @@ def section_fields(published: PublishedFolder, module: Module) -> dict[str, Any]
     if published.family.library and module.kind == "llm":  # with the whole class's own defaults
         fields = whole_config(published).get_text_config().to_dict()
     if module.kind == "llm":
+        whole = whole_config(published).to_dict()
+        fields[WHOLE] = {name: one for name, one in whole.items() if name != module.section}
         tied = whole_config(published).tie_word_embeddings
         fields["tie_word_embeddings"] = tied and not _has_another_head(published.path)
     return fields
