@@ -936,7 +936,7 @@ FAMILIES: dict[str, Tiny] = {
         LLM | ROUTED | {"num_key_value_heads": 4, "mlp_layer_types": ["dense", "sparse"]},
         length=4096,
     ),
-    "cohere2": Tiny(
+    "cohere2_vision, scaled": Tiny(
         "Cohere2Vision",
         cohere2_vision,
         SIGLIP | {"image_size": 16, "patch_size": 4},

@@ -154,6 +154,15 @@ def test_packed_documents_equal_the_librarys_own_model(name):
                     assert (parameter.grad - part).abs().max() <= scale, (layer.name, path)
 
 
+@pytest.mark.parametrize("name", ["gemma4_text", "granite"])
+def test_what_precedes_the_layers_runs_without_values(name):
+    """Costs are counted on the meta device, where the library cannot look for packed samples."""
+    embed = built(name)[1][0].to("meta")
+    tokens = torch.zeros(1, 4, dtype=torch.int64, device="meta")
+    made = embed({}, Batch(token_ids=tokens, positions=tokens, sample_lengths=[4]))
+    assert made["hidden"].is_meta and made["hidden"].shape == (4, 64)
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_families_that_cannot_run_exactly_are_refused_with_the_reason(name):
     with pytest.raises(SpecError) as error:

@@ -140,7 +140,8 @@ class Embed(DecoderLayer):
             if items.rows is not None:  # tokens of other modalities have no embedding per layer
                 ids_R = ids_R.index_fill(0, items.rows, self._library.config.pad_token_id or 0)
         frame = self._frame(hidden_RD.device)
-        calls, entry = frame.run(hidden_RD[None], positions, ids_R[None, local])
+        rows = Segments([len(hidden_RD)], hidden_RD.device)  # their masks are not used
+        calls, entry = frame.run(hidden_RD[None], positions, rows, ids_R[None, local])
         made = {"hidden": entry.squeeze(0)}
         for number, inputs in enumerate(self._library.inputs):
             for place in inputs:
@@ -248,7 +249,7 @@ class Block(DecoderLayer):
             like = hidden_RD.new_zeros(()).expand(1, self._rows, hidden_RD.shape[-1])
             with torch.no_grad():
                 frame = self._frame(hidden_RD.device)
-                calls = frame.run(like, positions, segments=samples)[0]
+                calls = frame.run(like, positions, samples)[0]
             if self._sees_vision and (spans := _vision_spans(batch)):
                 calls = [
                     call.within(spans) if sees else call

@@ -231,7 +231,7 @@ class LibraryDecoder:
         cpu = torch.device("cpu")
         frame = Frame(self, cpu, first_only=True)
         given, looked_up = (
-            frame.run(rows + 1.0, torch.arange(2)[None], None, Segments([2], cpu), as_ids=way)[1]
+            frame.run(rows + 1.0, torch.arange(2)[None], Segments([2], cpu), as_ids=way)[1]
             for way in (False, True)
         )
         scale = float((looked_up / given).mean())
@@ -365,10 +365,10 @@ class LibraryDecoder:
         segments = Segments([rows], meta)
         self.returns_tuple = False
         frame = Frame(self, meta, weights=self.base, first_only=True)
-        calls, before = frame.run(hidden, positions, ids, segments)
+        calls, before = frame.run(hidden, positions, segments, ids)
         self.changes_input = before is not hidden or bool(hidden._version)
         self.returns_tuple = isinstance(self._tried(0, calls[0], hidden, segments, Store()), tuple)
-        calls, _ = Frame(self, meta, weights=self.base).run(hidden, positions, ids, segments)
+        calls, _ = Frame(self, meta, weights=self.base).run(hidden, positions, segments, ids)
         shared, kinds, store = any(_store_in(call) for call in calls), set[str](), Store()
         for number, call in enumerate(calls):
             self.inputs[number] = _computed(call, rows)

@@ -8,7 +8,7 @@ arguments (rotary factors, positions, masks as segments), and what precedes the 
 from __future__ import annotations
 
 import copy
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -132,8 +132,8 @@ class Frame:
         self,
         embeds_NLD: Tensor,
         positions_NL: Tensor,
+        segments: Segments,
         ids_NL: Tensor | None = None,
-        segments: Segments | None = None,
         *,
         as_ids: bool = False,
     ) -> tuple[list[Arguments], Tensor]:
@@ -141,16 +141,15 @@ class Frame:
 
         Args:
             positions_NL: [N, L], or [3, N, L] with M-RoPE.
-            ids_NL: token ids, which per-layer embeddings read.
             segments: of all rows, of which the library computes its masks (`masks`).
+            ids_NL: token ids, which per-layer embeddings read.
             as_ids: the embeddings enter as if looked up by the base model itself.
         """
         self._calls, self._entry = [], None
         more: dict[str, Any] = {}
         if self._reads_tokens:
             more = {"per_layer_inputs": getattr(self._base, TOKEN_INPUTS)(ids_NL, None)}
-        within = nullcontext() if segments is None else masks.within(segments)
-        with within, suppress(_Recorded):
+        with masks.within(segments), suppress(_Recorded):
             more["input_ids" if as_ids else "inputs_embeds"] = embeds_NLD
             self._base(position_ids=positions_NL, use_cache=False, **more)
         assert self._entry is not None
