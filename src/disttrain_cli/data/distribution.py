@@ -204,7 +204,7 @@ def _items(
                 if item == "audio"
                 else image_sizes(form, count, spec.min_side_px)
             )
-        sizes = np.ones((count, 2), dtype=np.int64) if sizes is None else sizes
+        sizes = np.ones((count, 2), dtype=np.int64) if sizes is None else heads[0].drawn(sizes)
         kinds.append(np.full(count, KINDS[item], dtype=np.int64))
         grids.append(heads[0].grids(sizes))
         cuts.append(_cut(heads[0], sizes))

@@ -118,6 +118,10 @@ class Head(Strict):
         """
         return [ALONE] * len(files)
 
+    def drawn(self, sizes: Any) -> Any:
+        """Return the sizes [N, numbers] that stand for those drawn from a distribution."""
+        return sizes
+
     def grids(self, sizes: Any) -> Any:
         """Return grids [N, 2] of items from two header numbers each [N, 2].
 

@@ -244,6 +244,14 @@ class LibraryImages(LibraryItems):
     def processor_of(self, numbers: Numbers) -> LibraryProcessor:
         return self.of_videos if len(numbers) > 2 else self.processor
 
+    def drawn(self, sizes: Any) -> Any:
+        """Return sizes with sides rounded to quarter octaves where each costs a blank file."""
+        import numpy as np
+
+        if self.processor.counts_rows:
+            return sizes
+        return np.exp2(np.round(np.log2(sizes) * 4) / 4).astype(np.int64)
+
     @property
     def row_ids(self) -> Sequence[int]:
         return (self.image_token, *(() if self.video is None else (self.video.token,)))

@@ -194,6 +194,11 @@ class LibraryProcessor:
             self._row_counts.update(zip(new, counts, strict=True))
         return [self._row_counts[size] for size in sizes]
 
+    @property
+    def counts_rows(self) -> bool:
+        """True if the processor counts rows of a size; else a blank file of it is prepared."""
+        return self._same is not None
+
     @cached_property
     def _same(self) -> Spelled | None:
         """Text around any file, if the processor counts rows and writes nothing between them."""
