@@ -12,14 +12,17 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from PIL import Image
 from torch import nn
 
 from disttrain_cli.api.presets import preset_text, write_model_files
 from disttrain_cli.errors import SpecError
 from disttrain_cli.models import library_tower, library_whole
+from disttrain_cli.models.configs.wholes import WHOLE
 from disttrain_cli.models.graph import build_layers, describe
 from disttrain_cli.models.layer import Batch, Items
+from disttrain_cli.models.library_frame import Tail
 from disttrain_cli.models.operators import layer_operators
 from disttrain_cli.models.probe import probe_batch
 from disttrain_cli.models.supported import image_text_families
@@ -30,7 +33,7 @@ from disttrain_cli.spec.library_processor import LibraryProcessor, digest_of
 from disttrain_cli.spec.runfile import read_run
 from tests.cases import first_fast
 from tests.data.test_parts import picture
-from tests.library_models import FAST, REFUSED, write
+from tests.library_models import FAMILIES, FAST, REFUSED, write
 from tests.whole_models import run_of
 
 SIZES = [(50, 30), (16, 16), (200, 41), (31, 100)]
@@ -102,6 +105,38 @@ def test_a_tower_is_priced_by_a_gpus_kernels(tmp_path: Path) -> None:
         saved.append(layer_operators(tower, {}, batch).saved_bytes)
     assert saved[1] / saved[0] == pytest.approx(large / small, rel=0.05)
     assert same_at_any_tp(tower)
+
+
+def config_of(family: str) -> Any:
+    tiny = FAMILIES[family]
+    made = getattr(transformers, f"{tiny.prefix}Config")
+    return made(vision_config=tiny.vision, text_config=tiny.text, **(tiny.fields or {}))
+
+
+@pytest.mark.parametrize(
+    ("family", "factor"), [("cohere2_vision, scaled", 1.0), ("granite_docling", 0.25)]
+)
+def test_logits_are_scaled_as_the_whole_models_class_does(family: str, factor: float) -> None:
+    """Cohere 2's own class has another scale, GraniteDocling's LLM no class with a head."""
+    config = config_of(family)
+    text, whole = config.get_text_config(), config.to_dict()
+    setattr(text, WHOLE, {name: one for name, one in whole.items() if name != "text_config"})
+    head, rows = nn.Linear(text.hidden_size, text.vocab_size), torch.rand(3, text.hidden_size)
+    logits = Tail(library_whole.whole_of(text), "model")(rows, head)
+    torch.testing.assert_close(logits, factor * head(rows))
+
+
+def test_a_class_whose_logits_read_more_than_hidden_states_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        transformers.VipLlavaForConditionalGeneration,
+        "forward",
+        lambda self, **given: self.model(**given).image_hidden_states.mean(),
+    )
+    with pytest.raises(SpecError) as raised:
+        library_whole._made(config_of("vipllava"))
+    assert "more than hidden states" in raised.value.why
 
 
 @pytest.mark.parametrize(("family", "why"), REFUSED.items())
