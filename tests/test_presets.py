@@ -96,7 +96,14 @@ GENERATOR_BILLIONS = {
 
 def cases(names: Collection[str]) -> list[ParameterSet]:
     """Return presets as parameters; the dearest are slow: large towers, 94 blocks."""
-    dear = {"gemma4-31b", "glm-4.6v-flash", "qwen2.5-omni-7b", "qwen3-vl-235b-a22b", "qwen3.5-9b"}
+    dear = {
+        "gemma4-31b",
+        "glm-4.6v-flash",
+        "mistral-small-3.1-24b",
+        "qwen2.5-omni-7b",
+        "qwen3-vl-235b-a22b",
+        "qwen3.5-9b",
+    }
     return mostly_slow(names, *(name for name in names if name not in dear))
 
 
