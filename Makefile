@@ -1,7 +1,7 @@
 # make run      the whole chain on a small real dataset: profile, plan, train, analyze
 # make test     the test suite (under 10 minutes on 2 cores)
 # make test-oldest  what touches torch, against the oldest version of it that serves, in an environment of its own
-# make test-slow  the full matrices, the chain as a user runs it, and the fault tests (SHARE=2/3: the second third of them)
+# make test-slow  the full matrices, the chain as a user runs it, and the fault tests (SHARE=2/4: their second quarter)
 # make test-all everything: also long runs of the benchmarks
 # make bench    the quick benchmarks (about 5 minutes; see benchmarks/README.md)
 # make check    ruff, mypy, import rules, docs completeness

@@ -40,7 +40,7 @@ LONGEST = {
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--share", help="run share K of N of the files (K/N), as `make test-slow SHARE=2/3`"
+        "--share", help="run share K of N of the files (K/N), as `make test-slow SHARE=2/4`"
     )
 
 
