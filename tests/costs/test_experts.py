@@ -5,15 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from disttrain_cli.costs.experts import exchanged_ms, misfit
+from disttrain_cli.costs.experts import exchanged_ms, local_shard, misfit
 from disttrain_cli.costs.layout import optimizer_s, reduce_s, replica_ms, stages_of
 from disttrain_cli.costs.links import all_reduce_s, exchange_s
 from disttrain_cli.costs.memory import GIB, bytes_per_parameter, layout_memory
 from disttrain_cli.costs.overlap import hidden
 from disttrain_cli.costs.routing import QUANTILE, balanced, drawn, slowest
+from disttrain_cli.costs.stage import unit_times
 from disttrain_cli.planning.traffic import traffic_of
 from disttrain_cli.spec.plan import Layout
-from disttrain_cli.spec.profile import Experts, Profile
+from disttrain_cli.spec.profile import Experts, Polynomial, Profile
 from disttrain_cli.spec.shape import ParallelShape
 from tests.costs.test_memory import layout
 from tests.planning import synthetic
@@ -124,6 +125,67 @@ def test_a_group_waits_for_the_rank_with_most_rows() -> None:
             after(work) - before(work) - (load - 1) * (before(work) - latencies * latency_ms)
         )
         assert 0 < experts_ms < (load - 1) * (time(work) - time.base)
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+def test_a_pass_takes_the_weights_of_the_ranks_own_experts_alone(adapters: bool) -> None:
+    """An optimizer step moves 42 bytes of a parameter in 42 ms here: a byte of each takes 1 ms."""
+    count = 1_000
+    byte_ns = {"optimizer_ns_per_parameter": 42.0 * 1e6 / count}
+    device = PROFILE.device.model_copy(update={"kind": "analytic"} | byte_ns)
+    cost = PROFILE.modules["llm"].costs["block"]
+    assert cost.experts is not None
+    experts = cost.experts._replace(parameters=count, trained=0 if adapters else count)
+    times = {"forward_ms": 3.0, "backward_ms": 20.0, "backward_input_ms": 1.0, "weight_ms": 5.0}
+    bases = {name: Polynomial(base=base, per_item=7.0) for name, base in times.items()}
+    whole = cost.tp["1"].model_copy(update=bases)
+    costs = {"block": cost.model_copy(update={"experts": experts})}
+    modules = {"llm": PROFILE.modules["llm"].model_copy(update={"costs": costs})}
+    profile = PROFILE.model_copy(update={"device": device, "precision": "bf16", "modules": modules})
+    shards = [
+        local_shard(profile, "llm", "block", ParallelShape(ep=ep), whole) for ep in (1, 2, 4, 8)
+    ]
+    assert shards[0] is whole
+    # bf16: weights are read; gradients are written, and read to be added to sums of 4 bytes
+    bytes_moved = {
+        "forward_ms": 2.0,
+        "backward_ms": 2.0 if adapters else 2.0 + 2.0 + 2.0 + 8.0,
+        "backward_input_ms": 1.0,  # of 2: all of its base
+    }
+    for ep, shard in zip((1, 2, 4, 8), shards, strict=True):
+        for name, moved in bytes_moved.items():
+            time = getattr(shard, name)
+            assert time.base == pytest.approx(times[name] - moved * (1 - 1 / ep))
+            assert time == bases[name].model_copy(update={"base": time.base})
+        assert shard.weight_ms.base == pytest.approx(shard.backward_ms.base / 4)
+    unknown = profile.model_copy(update={"device": PROFILE.device})
+    assert local_shard(unknown, "llm", "block", ParallelShape(ep=4), whole) == whole
+
+
+def test_searched_and_planned_times_save_the_same_and_more_in_a_larger_group() -> None:
+    device = PROFILE.device.model_copy(update={"optimizer_ns_per_parameter": 10.0})
+    known = PROFILE.model_copy(update={"device": device})
+
+    def bases(profile: Profile, ep: int) -> tuple[float, float]:
+        """Sums over the LLM's layers in plans and in the search, forward and backward."""
+        layout = over(ep)
+        shape = layout.unit_of("llm").shape
+        costs = [
+            cost
+            for stage in stages_of(profile, layout)
+            for cost in stage.costs
+            if cost.module == "llm"
+        ]
+        times = unit_times(profile, ["llm"], shape)
+        return (
+            float(sum(part[0] for cost in costs for part in cost.parts_ms)),
+            float(times.forward_base.sum() + times.backward_base.sum()),
+        )
+
+    saved = {ep: np.subtract(bases(PROFILE, ep), bases(known, ep)) for ep in (1, 2, 4)}
+    assert saved[1].tolist() == [0.0, 0.0]
+    assert saved[2] == pytest.approx(saved[2][0]) and saved[4] == pytest.approx(1.5 * saved[2])
+    assert saved[2][0] > 0.0
 
 
 def held_by_rows() -> Profile:

@@ -3,7 +3,8 @@
 An EP group divides the experts of its ranks' layers: each rank holds 1/EP of them, and so many more
 ranks' rows arrive at each. Additional costs are counted here: two exchanges per mixture and
 direction (dispatch and combine) and one of counts, with the copies around them, and the buffers of
-arrived rows. The host's wait for the counts is not priced.
+arrived rows. What a pass takes whatever its rows is reduced by other ranks' experts: their weights
+are not read there, nor their gradients summed. The host's wait for the counts is not priced.
 
 Rows do not arrive evenly (`costs.routing`). All ranks of a group wait for the one with most rows in
 every layer, so exchanges and experts take as long as on that rank, in expectation. Experts' time is
@@ -20,11 +21,20 @@ from disttrain_cli.costs.context import NOTHING, VALUE_BYTES, by_rows
 from disttrain_cli.costs.freezing import Backward
 from disttrain_cli.costs.hardware import moved_s
 from disttrain_cli.costs.links import exchange_s, ring_bytes
-from disttrain_cli.spec.profile import Experts, LayerCost, Polynomial, Profile, combine
+from disttrain_cli.spec.profile import (
+    Experts,
+    LayerCost,
+    LayerShard,
+    Polynomial,
+    Profile,
+    combine,
+)
 from disttrain_cli.spec.shape import ParallelShape
 
 #: Copies of a row, each read and written, around an exchange: laid out by rank, and back.
 COPIES = 2.0
+#: Bytes that adding to a weight's fp32 gradient sum moves besides: it is read and written.
+SUM_BYTES = 8.0
 #: Fewest stages over which the mixtures of a module are taken to be distributed.
 STAGES = 8
 
@@ -61,6 +71,37 @@ def own_trained(profile: Profile, name: str, kind: str, shape: ParallelShape) ->
     """Return the trained parameters of a rank's experts in a layer; 0 without an EP group."""
     experts = profile.modules[name].costs[kind].experts
     return 0.0 if experts is None or shape.ep == 1 else experts.trained / shape.ep
+
+
+def local_shard(
+    profile: Profile, name: str, kind: str, shape: ParallelShape, shard: LayerShard
+) -> LayerShard:
+    """Return a layer's shard without the time of weights in other ranks' experts.
+
+    A pass reads weights, and a backward writes their gradients and adds them to fp32 sums, whatever
+    its rows: bytes over the memory's bandwidth, and at most each time's base. Deferred weight
+    gradients keep their share of the backward's base.
+    """
+    if shape.ep == 1:
+        return shard
+    held, trained = of_others(profile, name, kind, shape)
+    share, value_bytes = 1.0 - 1.0 / shape.ep, VALUE_BYTES[profile.precision]
+    summed_bytes = (2.0 * value_bytes + SUM_BYTES) * trained
+
+    def without(time: Polynomial, moved_bytes: float) -> Polynomial:
+        others_ms = 1e3 * moved_s(profile.device, profile.precision, moved_bytes)
+        most_ms = share * max(0.0, time.base)
+        return time.model_copy(update={"base": time.base - min(others_ms, most_ms)})
+
+    backward = without(shard.backward_ms, value_bytes * held + summed_bytes)
+    kept = backward.base / shard.backward_ms.base if shard.backward_ms.base else 1.0
+    times = {
+        "forward_ms": without(shard.forward_ms, value_bytes * held),
+        "backward_ms": backward,
+        "backward_input_ms": without(shard.backward_input_ms, value_bytes * held),
+        "weight_ms": shard.weight_ms.model_copy(update={"base": kept * shard.weight_ms.base}),
+    }
+    return shard.model_copy(update=times)
 
 
 def exchanged_ms(

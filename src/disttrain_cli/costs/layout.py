@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from disttrain_cli.costs.experts import exchanged_ms, of_others, own_trained
+from disttrain_cli.costs.experts import exchanged_ms, local_shard, of_others, own_trained
 from disttrain_cli.costs.flops import flops_parts
 from disttrain_cli.costs.freezing import Backward, backwards
 from disttrain_cli.costs.links import COLLECTIVES, all_gather_s, all_reduce_s, p2p_s, ring_link
@@ -201,8 +201,9 @@ def _layer(
     later: bool,
 ) -> Floats:
     """Return [6, 4] costs of one layer, in the order of `Cost`; the backward is unsplit."""
-    shard = shard_of(profile.modules[name], kind, tp=shape.tp)
-    layer = profile.modules[name].costs[kind]
+    module = profile.modules[name]
+    shard = local_shard(profile, name, kind, shape, shard_of(module, kind, tp=shape.tp))
+    layer = module.costs[kind]
     counted = flops_parts(layer, does)
     parts = (
         forward_parts(shard, overlap),

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from disttrain_cli.costs.buckets import buckets
-from disttrain_cli.costs.experts import exchanged_ms
+from disttrain_cli.costs.experts import exchanged_ms, local_shard
 from disttrain_cli.costs.freezing import Backward
 from disttrain_cli.costs.layout import (
     CostedStage,
@@ -210,7 +210,7 @@ def _layer_ms(
         dealt_over: ranks over which the sequences' items are distributed.
     """
     module = profile.modules[name]
-    shard = shard_of(module, kind, tp=shape.tp)
+    shard = local_shard(profile, name, kind, shape, shard_of(module, kind, tp=shape.tp))
     work = module.work_per_sequence.scaled(sequences / dealt_over)
     exchanged = exchanged_ms(profile, name, module.costs[kind], shape, does)
     forward = forward_parts(shard, overlap)

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from disttrain_cli.calls import call
-from disttrain_cli.costs.experts import exchanged_ms
+from disttrain_cli.costs.experts import exchanged_ms, local_shard
 from disttrain_cli.costs.freezing import Backward, backwards
 from disttrain_cli.costs.memoised import memoised
 from disttrain_cli.errors import SpecError
@@ -94,7 +94,8 @@ def unit_times(
         layers = list(zip(module.layers, backwards(profile, trained)[name], strict=True))
         row: dict[tuple[str, Backward], tuple[float, ...]] = {}
         for kind, does in dict.fromkeys(layers):
-            shard = shard_of(module, kind, tp=shape.tp)
+            unsharded = shard_of(module, kind, tp=shape.tp)
+            shard = local_shard(profile, name, kind, shape, unsharded)
             passes = (
                 forward_parts(shard, overlap),
                 backward_parts(shard, does, shape.recompute, overlap),
