@@ -202,6 +202,9 @@ def small_profiles(
     # of gradients that appear in a first backward (fp32) the search counts more than there are
     node = draw(st.sampled_from([2, gpus])) if gpus % 2 == 0 else 1
     profile = synthetic.tiny(run).model_copy(update={"modules": modules, "precision": "bf16"})
+    if mixtures:  # reading and summing an expert layer's weights takes up to all of its base
+        each_ns = {"optimizer_ns_per_parameter": float(random.choice([0.0, 0.1, 1.0]))}
+        profile = profile.model_copy(update={"device": profile.device.model_copy(update=each_ns)})
     return synthetic.on_nodes(profile, node) if node < gpus else profile, Cluster(
         gpus,
         node,
@@ -240,6 +243,30 @@ def test_experts_are_divided_as_far_as_memory_needs(
     profile, cluster = synthetic.mixture(), Cluster(4, 4, limit, 1, 2)
     units = groupings(profile, cluster, "auto")[place]
     assert [shape.ep for shape in search(units, cluster).best[0].units] == eps
+    check_against_brute_force(units)
+
+
+def test_experts_are_divided_where_their_weights_take_longest() -> None:
+    """Passes take 30 ms whatever their rows, all for experts; memory would hold all of them."""
+    profile = synthetic.mixture()
+    llm, base = profile.modules["llm"], {"base": 30.0}
+    block = llm.costs["block"]
+    shards = {
+        tp: shard.model_copy(
+            update={
+                name: getattr(shard, name).model_copy(update=base)
+                for name in ("forward_ms", "backward_ms", "backward_input_ms")
+            }
+        )
+        for tp, shard in block.tp.items()
+    }
+    costs = {"block": block.model_copy(update={"tp": shards})}
+    update = {
+        "modules": profile.modules | {"llm": llm.model_copy(update={"costs": costs})},
+        "device": profile.device.model_copy(update={"optimizer_ns_per_parameter": 1e3}),
+    }
+    units = groupings(profile.model_copy(update=update), Cluster(4, 4, 4.0, 1, 2), "auto")[1]
+    assert [shape.ep for shape in search(units, units[0].cluster).best[0].units] == [4]
     check_against_brute_force(units)
 
 
