@@ -2,7 +2,7 @@
 # make test     the test suite (under 10 minutes on 2 cores)
 # make test-oldest  what touches torch, against the oldest version of it that serves, in an environment of its own
 # make test-slow  the full matrices, the chain as a user runs it, and the fault tests (SHARE=2/4: their second quarter)
-# make test-all everything: also long runs of the benchmarks
+# make test-all everything: also long runs of the benchmarks, and what needs cores of its own
 # make bench    the quick benchmarks (about 5 minutes; see benchmarks/README.md)
 # make check    ruff, mypy, import rules, docs completeness
 # make docs     write docs/api.md, docs/cli.md, docs/runfile.md and docs/schema/ again
@@ -27,7 +27,7 @@ test: $(VENV)/.dev
 	$(PYTEST) -m "not slow and not benchmark"
 
 test-slow: $(VENV)/.dev
-	$(PYTEST) -m slow --share $(SHARE)
+	$(PYTEST) -m "slow and not benchmark" --share $(SHARE)
 
 test-oldest: $(OLDEST)/.dev
 	$(OLDEST)/bin/python -m pytest -q -m "not slow and not benchmark" -n 2 --dist loadfile tests/models tests/runtime tests/profiling

@@ -121,6 +121,7 @@ def test_a_rank_lost_twice_is_left_out_and_training_goes_on(tmp_path: Path, prof
     assert look_once(run.dir.root).last == 9
 
 
+@pytest.mark.benchmark  # its monitor, at the lowest priority, needs a core
 def test_a_device_that_stays_slow_is_left_out_and_training_goes_on(
     tmp_path: Path, profiled: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
