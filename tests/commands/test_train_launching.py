@@ -80,6 +80,7 @@ def large(planned: Path) -> Path:
                 name=name,
                 modules=[name],
                 tp=tp,
+                ep=2 * tp if name == "llm" else 1,
                 dp=dp,
                 pp=pp,
                 gpus=tp * dp * pp,
@@ -126,10 +127,18 @@ def test_1296_ranks_are_shown_with_groups_and_hosts(
         assert sorted(rank for group in groups for rank in group) == list(range(1296))
         assert {size: sum(len(group) == size for group in groups) for size in sizes} == sizes
     assert all(len({where[rank] for rank in group}) == 1 for group in document["groups"]["tp"])
+    assert [len(group) for group in document["groups"]["ep"]] == [16] * 54
+    assert [stage["ep"] for stage in document["stages"]] == [1, *[16] * 6, 1]
 
     code, out, err = call(["train", large, "--dry-run"], capsys)
-    assert code == 0 and "1296 ranks on 162 host(s)" in out and "Nothing was started" in out
-    assert "Tensor-parallel groups:" in out and "and 150 more" in out and "--emit slurm" in err
+    assert code == 0, err
+    assert "1296 ranks on 162 host(s)" in out and "Nothing was started" in out
+    assert (
+        "Expert-parallel groups:" in out
+        and "Tensor-parallel groups:" in out
+        and "and 150 more" in out
+        and "--emit slurm" in err
+    )
 
 
 def test_too_few_slots_are_refused(planned: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -35,6 +35,7 @@ class StageRanks:
     unit_stage: int
     tp: int
     cp: int
+    ep: int
     dp: int
     ranks: list[int]
     hosts: list[str]
@@ -57,7 +58,7 @@ class Ranks:
     plan: Layout
     ranks: int
     stages: list[StageRanks]
-    groups: dict[str, list[list[int]]]  # of "tp", "cp" and "dp", by stage
+    groups: dict[str, list[list[int]]]  # of "tp", "cp", "ep" and "dp", by stage
     hosts: list[HostRanks]
     commands: list[str]  # shell commands
 
@@ -94,7 +95,7 @@ def dry_run(
         plan=chosen.plan,
         ranks=graph.world_size,
         stages=_stages(chosen, graph, nodes),
-        groups={what: _groups(graph, what) for what in ("tp", "cp", "dp")},
+        groups={what: _groups(graph, what) for what in ("tp", "cp", "ep", "dp")},
         hosts=[HostRanks(node.host, list(node.ranks)) for node in nodes],
         commands=_commands(opened, nodes, kind, start),
     )
@@ -127,6 +128,7 @@ def _stages(chosen: Plan, graph: StageGraph, nodes: Sequence[Node]) -> list[Stag
             unit_stage=stage.index,
             tp=stage.tp,
             cp=stage.cp,
+            ep=stage.ep,
             dp=stage.unit.dp,
             ranks=list(stage.ranks),
             hosts=[
@@ -142,11 +144,13 @@ def _stages(chosen: Plan, graph: StageGraph, nodes: Sequence[Node]) -> list[Stag
 
 
 def _groups(graph: StageGraph, what: str) -> list[list[int]]:
-    """Return all groups of tensor, context or data parallelism, by stage."""
+    """Return all groups of tensor, context, expert or data parallelism, by stage."""
     if what == "tp":
         return [group for stage in graph.stages for group in stage.tp_groups()]
     if what == "cp":
         return [group for stage in graph.stages if stage.cp > 1 for group in stage.cp_groups()]
+    if what == "ep":
+        return [group for stage in graph.stages if stage.ep > 1 for group in stage.ep_groups()]
     return [stage.dp_group(tp_rank) for stage in graph.stages for tp_rank in range(stage.tp)]
 
 

@@ -23,8 +23,8 @@ def show_ranks(console: Console, found: Ranks) -> None:
     """Print stages, ranks, groups and hosts, and the commands that start them."""
     console.result(asdict(found) | {"plan": found.plan.model_dump(mode="json")})
     console.say(
-        f"{found.ranks} ranks on {len(found.hosts)} host(s), {found.plan.microbatches} slots per"
-        " step. Nothing was started."
+        f"{found.ranks} ranks on {len(found.hosts)} host(s), {found.plan.microbatches} slot(s)"
+        " per step. Nothing was started."
     )
     console.table(
         "Stages; ranks of equal TP rank are a data-parallel group",
@@ -34,6 +34,7 @@ def show_ranks(console: Console, found: Ranks) -> None:
             "stage of unit",
             "TP",
             "CP",
+            "EP",
             "DP",
             "ranks",
             "hosts",
@@ -47,6 +48,7 @@ def show_ranks(console: Console, found: Ranks) -> None:
                 stage.unit_stage,
                 stage.tp,
                 stage.cp,
+                stage.ep,
                 stage.dp,
                 span(stage.ranks),
                 (
@@ -63,6 +65,7 @@ def show_ranks(console: Console, found: Ranks) -> None:
     for what, name in (
         ("tp", "Tensor-parallel"),
         ("cp", "Context-parallel"),
+        ("ep", "Expert-parallel"),
         ("dp", "Data-parallel"),
     ):
         groups = [group for group in found.groups[what] if len(group) > 1]
