@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from disttrain_cli.analysis.analyze import analyze
+from disttrain_cli.analysis.causes import Suspect
+from disttrain_cli.analysis.job.remedies.suspects import _one_per_rank
+from disttrain_cli.analysis.result.verdicts import Place
 from tests.analysis import synthetic
 
 
@@ -30,3 +34,18 @@ def test_a_group_in_which_no_rank_stands_out_is_named_as_a_whole(tmp_path):
     verdict = found_in(tmp_path, slow_rank={1: 3.0}).verdict
     assert (verdict.cause, verdict.place.rank, verdict.place.replica) == ("worker", None, 0)
     assert "wait for each other" in verdict.headline
+
+
+def test_a_rank_that_is_slow_and_delays_its_group_is_one_suspect():
+    """In an EP group a rank is a replica too: it was named twice, with two savings."""
+
+    def suspect(rank, factor):
+        place = Place(unit="llm", stage=0, rank=rank)
+        return Suspect("worker", place, lambda state: (state[0] * factor,), 1.0)
+
+    whole = Suspect("intra_microbatch", Place(unit="llm"), lambda state: state)
+    both, other, work, again = _one_per_rank(
+        [suspect(0, 0.5), suspect(1, 0.9), whole, suspect(0, 0.5), whole]
+    )
+    assert (both.place.rank, other.place.rank, work, again) == (0, 1, whole, whole)
+    assert both.most_s == 2.0 and both.mend((np.ones(3),))[0] == pytest.approx(0.25)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -48,8 +48,7 @@ def own_suspects(graph: Graph, why: Explained, where: Mapping[int, Place]) -> li
         level = replace(graph, recorded=replace(graph.recorded, compute=compute))
         alike = explain(level, compute, graph.predicted)
     return [
-        *of_passes(graph, alike, _scaled, where),
-        *of_groups(graph, share, where),
+        *_one_per_rank([*of_passes(graph, alike, _scaled, where), *of_groups(graph, share, where)]),
         *_slow_places(level),
         *_transfers(graph),
         *_unheard(graph),
@@ -57,6 +56,23 @@ def own_suspects(graph: Graph, why: Explained, where: Mapping[int, Place]) -> li
         *_hosts(graph, why, where),
         *_emulation(graph, where),
     ]
+
+
+def _one_per_rank(suspects: Iterable[Suspect]) -> list[Suspect]:
+    """Merge the suspects of a rank that is slow among replicas and delays its group as well."""
+    merged: dict[object, Suspect] = {}
+    for number, one in enumerate(suspects):
+        key = number if one.place.rank is None else (one.cause, one.place)
+        merged[key] = _both(merged[key], one) if key in merged else one
+    return list(merged.values())
+
+
+def _both(first: Suspect, second: Suspect) -> Suspect:
+    return replace(
+        first,
+        mend=lambda state: second.mend(first.mend(state)),
+        most_s=first.most_s + second.most_s,
+    )
 
 
 def is_split(suspect: Suspect) -> bool:
