@@ -79,7 +79,7 @@ def before_fork(payload: dict[str, Any]) -> list[str]:
     if model_inputs(run) != ModelInputs.model_validate(payload["profile"]["inputs"]):
         raise MismatchError(
             "The model asks for other data than when it was profiled",
-            "the configuration or image processor in one of its folders has changed",
+            "one of its folders has moved, or its configuration or image processor has changed",
             f"Profile and plan again: {call('profile')} && {call('plan')}",
         )
     layer_table(run)
