@@ -217,7 +217,7 @@ def test_compare_shows_neither_zeros_that_were_not_measured_nor_percentages_of_a
     other = replace(
         analysis,
         stragglers=replace(
-            analysis.stragglers, lost_s=lost | {"unit": 0.0, "host": -0.5}, not_told=["unit"]
+            analysis.stragglers, lost_s=lost | {"unit": 0.0, "host": -0.5}, not_recorded=["unit"]
         ),
     )
     rows = {

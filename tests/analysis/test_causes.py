@@ -14,9 +14,9 @@ import pytest
 from disttrain_cli.analysis.analyze import analyze
 from disttrain_cli.analysis.causes import Finding, Suspect, find_causes
 from disttrain_cli.analysis.confidence import CALIBRATION, FLOOR, calibrated, exceeds, known
+from disttrain_cli.analysis.explanations import explain
 from disttrain_cli.analysis.job.remedies.ordering import best_share
 from disttrain_cli.analysis.result.verdicts import Place
-from disttrain_cli.analysis.telling import tell
 from disttrain_cli.errors import DataError
 from disttrain_cli.spec.runfile.rehearse import FaultSpec
 from disttrain_cli.spec.trace import Job
@@ -204,7 +204,9 @@ def test_units_are_slow_beside_one_that_is_not(tmp_path, job):
         fault("stage", "image_encoder", 12.0),
         fault("stage", "image_generator", 40.0),
     )
-    slow = [one.place.unit for one in found.causes if "slower than their work explains" in one.told]
+    slow = [
+        one.place.unit for one in found.causes if "slower than their work explains" in one.sentence
+    ]
     assert sorted(slow) == ["image_encoder", "image_generator"]
     assert sum(one.gain_s for one in found.causes) / found.job.iteration_s == pytest.approx(
         share, abs=0.03
@@ -375,12 +377,15 @@ def test_ranks_that_share_a_replica_are_not_told_apart():
     places = [Place(unit="llm", stage=0, replica=1, cp_rank=at, rank=4 + at) for at in range(2)]
     gain_s = np.array([0.5])
     record = SimpleNamespace(losses=SimpleNamespace(rank_factor={4: 1.5, 5: 1.5}), slow_clocks={})
-    told = tell(record, Finding("worker", places, gain_s, gain_s))
-    assert told.told.startswith(
+    explanation = explain(record, Finding("worker", places, gain_s, gain_s))
+    assert explanation.sentence.startswith(
         "Ranks 4 and 5 (llm, stage 0, replica 1), which wait for each other"
     )
-    assert told.place == Place(unit="llm", stage=0, replica=1)
-    assert "--profile-steps" in told.advice
+    assert explanation.place == Place(unit="llm", stage=0, replica=1)
+    assert "--profile-steps" in explanation.advice
     others = [Place(unit=unit, stage=0, replica=1, rank=at) for at, unit in ((4, "llm"), (5, "e"))]
-    told = tell(record, Finding("worker", others, gain_s, gain_s))
-    assert "Ranks 4 and 5 are slow" in told.told and "fixing any one of them alone" in told.told
+    explanation = explain(record, Finding("worker", others, gain_s, gain_s))
+    assert (
+        "Ranks 4 and 5 are slow" in explanation.sentence
+        and "fixing any one of them alone" in explanation.sentence
+    )

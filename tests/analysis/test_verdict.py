@@ -8,12 +8,12 @@ import pytest
 from msgspec.structs import asdict
 
 from disttrain_cli.analysis.analyze import analyze
+from disttrain_cli.analysis.explanations import _late_host
 from disttrain_cli.analysis.job.database import open_database
 from disttrain_cli.analysis.job.device_clocks import slow_clocks
 from disttrain_cli.analysis.job.graph import build_graph
 from disttrain_cli.analysis.losses import split_losses
 from disttrain_cli.analysis.result.verdicts import Evidence, Place
-from disttrain_cli.analysis.telling import _late_host
 from tests.analysis import synthetic
 from tests.cases import first_fast
 

@@ -51,7 +51,7 @@ def test_a_time_of_a_step_has_the_unit_that_fits():
 def test_nothing_before_is_no_base_of_a_percentage(clean_analysis):
     from msgspec.structs import replace
 
-    told = replace(clean_analysis.stragglers, not_told=[])
+    told = replace(clean_analysis.stragglers, not_recorded=[])
     before = replace(clean_analysis, stragglers=replace(told, lost_s={"host": 1e-14, "data": 0.1}))
     after = replace(clean_analysis, stragglers=replace(told, lost_s={"host": 0.0015, "data": 0.2}))
     rows = {row.what: row.change_pct for row in compare(before, after)}

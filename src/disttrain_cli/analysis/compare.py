@@ -66,7 +66,7 @@ def compare(before: Analysis, after: Analysis) -> list[Change]:
 def _lost_s(analysis: Analysis, cause: str) -> float | None:
     """Return the seconds lost to a cause; None if the traces do not contain them."""
     stragglers = analysis.stragglers
-    return None if cause in stragglers.not_told else (stragglers.lost_s or {}).get(cause)
+    return None if cause in stragglers.not_recorded else (stragglers.lost_s or {}).get(cause)
 
 
 def _change(what: str, before: float | None, after: float | None) -> Change:

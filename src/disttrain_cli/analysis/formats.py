@@ -160,20 +160,20 @@ def _look_through(folder: Path) -> Traces:
             files[content].append(file)
     ours, foreign = files["own trace"], sorted([*files["trace"], *files["other"]])
     if dumps := files["dump"]:
-        beside = [*ours, *foreign, *sorted(folder.glob("*.parquet"))]
-        said += _left_out(beside, "the flight recorder's dumps are analysed")
+        others = [*ours, *foreign, *sorted(folder.glob("*.parquet"))]
+        said += _left_out(others, "the flight recorder's dumps are analysed")
         return Traces("flight recorder", dumps, said)
     tables = sorted(file for file in folder.glob("*.parquet") if file.name not in _NO_TRACE)
     holds = {file: _holds_operations(file) for file in tables}
     of_operations = [file for file, are in holds.items() if are is not False]
-    beside = files["trace"] + ours
-    if any(holds.values()) or (tables and not beside):
+    others = files["trace"] + ours
+    if any(holds.values()) or (tables and not others):
         return Traces(
             "operations",
             of_operations or tables,
-            [*said, *_left_out(beside, "operations in Parquet files are analysed")],
+            [*said, *_left_out(others, "operations in Parquet files are analysed")],
         )
-    if foreign and (beside != ours or not ours):
+    if foreign and (others != ours or not ours):
         return Traces(
             "kineto",
             foreign,

@@ -179,19 +179,19 @@ def split_losses(graph: Graph, why: Explained | None = None) -> Losses:
     )
 
 
-def stragglers_of(losses: Losses, not_told: Sequence[str] = ()) -> Stragglers:
+def stragglers_of(losses: Losses, not_recorded: Sequence[str] = ()) -> Stragglers:
     """Convert losses to an analysis' rows: means, and step by step.
 
     Args:
         losses: seconds per replayed step.
-        not_told: causes that the traces contain nothing about.
+        not_recorded: causes that the traces contain nothing about.
     """
     lost = {cause: seconds.tolist() for cause, seconds in losses.lost.items()}
     ideal_s, measured_s = float(losses.ideal.mean()), float(losses.measured.mean())
     return Stragglers(
         slowdown=measured_s / ideal_s,
         ideal_s=ideal_s,
-        not_told=list(not_told),
+        not_recorded=list(not_recorded),
         lost_s={cause: round(float(seconds.mean()), 12) for cause, seconds in losses.lost.items()},
         by_step=[
             StepLosses(

@@ -26,7 +26,7 @@ from disttrain_cli.spec.trace import COMPUTE
 #: A `kind` is compute, communication, data (if the traces have it), idle and, for Kineto, memory.
 Measure = Literal["step", "kind", "operation", "kernel"]
 Key = tuple[Measure, str]
-Told = tuple[Key, int, float]  # key, step, seconds
+Amount = tuple[Key, int, float]  # key, step, seconds
 Series = dict[Key, NDArray[np.float64]]
 WHOLE: Key = ("step", "step")
 DATA: Key = ("kind", "data")
@@ -108,16 +108,16 @@ def _own(paths: list[Path], progress: Progress) -> Series:
     rows = ask(paths, OWN, progress).rows
     of_unit = {unit: count for what, _, unit, _, count in rows if what == "ranks"}
     ranks = sum(of_unit.values())
-    told: list[Told] = []
+    amounts: list[Amount] = []
     for what, step, unit, operation, seconds in rows:
         if what == "step":
-            told += [(WHOLE, step, seconds), (DATA, step, 0.0), (IDLE, step, seconds)]
+            amounts += [(WHOLE, step, seconds), (DATA, step, 0.0), (IDLE, step, seconds)]
         elif what == "covered" and operation not in OUTSIDE:
-            told.append((IDLE, step, -seconds / ranks))
+            amounts.append((IDLE, step, -seconds / ranks))
         elif what == "took" and operation not in OUTSIDE:
-            told.append((("operation", f"{unit} {operation}"), step, seconds / of_unit[unit]))
-            told.append((("kind", KINDS.get(operation, "communication")), step, seconds / ranks))
-    series = _series(told)
+            amounts.append((("operation", f"{unit} {operation}"), step, seconds / of_unit[unit]))
+            amounts.append((("kind", KINDS.get(operation, "communication")), step, seconds / ranks))
+    series = _series(amounts)
     folder = run_folder(paths[0])
     profiles = folder and folder / "traces" / "kineto"
     if profiles and any(profiles.glob("*.json.gz")):  # profiles cover some of the steps
@@ -129,43 +129,43 @@ def _own(paths: list[Path], progress: Progress) -> Series:
 def _kineto(paths: list[Path], progress: Progress) -> Series:
     rows = ask(paths, KINETO, progress).rows
     ((ranks,),) = [[count] for what, *_, count in rows if what == "ranks"]
-    told: list[Told] = []
+    amounts: list[Amount] = []
     for what, step, kind, operation, name, seconds in rows:
         number = -1 if step is None else step  # without step marks the whole trace is one step
         if what == "step":
-            told.append((WHOLE, number, seconds))
+            amounts.append((WHOLE, number, seconds))
         elif what in ("data", "idle"):
-            told.append((("kind", what), number, seconds))
+            amounts.append((("kind", what), number, seconds))
         elif what == "took":
-            told.append((("kernel", name), number, seconds / ranks))
-            told.append((("kind", kind), number, seconds / ranks))
+            amounts.append((("kernel", name), number, seconds / ranks))
+            amounts.append((("kind", kind), number, seconds / ranks))
             if kind == "communication" and operation:
-                told.append((("operation", operation), number, seconds / ranks))
-    return _series(told)
+                amounts.append((("operation", operation), number, seconds / ranks))
+    return _series(amounts)
 
 
 def _study(paths: list[Path], progress: Progress) -> Series:
     rows = ask(paths, STUDY, progress).rows
     ((ranks,),) = [[count] for what, *_, count in rows if what == "ranks"]
-    told: list[Told] = []
+    amounts: list[Amount] = []
     for what, step, optype, seconds in rows:
         if what == "step":
-            told += [(WHOLE, step, seconds), (IDLE, step, seconds)]
+            amounts += [(WHOLE, step, seconds), (IDLE, step, seconds)]
         elif what == "covered":
-            told.append((IDLE, step, -seconds / ranks))
+            amounts.append((IDLE, step, -seconds / ranks))
         elif what == "took":
             kind = "communication" if optype in COMMUNICATION else "compute"
-            told.append((("operation", optype), step, seconds / ranks))
-            told.append((("kind", kind), step, seconds / ranks))
-    return _series(told)
+            amounts.append((("operation", optype), step, seconds / ranks))
+            amounts.append((("kind", kind), step, seconds / ranks))
+    return _series(amounts)
 
 
-def _series(told: Sequence[Told]) -> Series:
+def _series(amounts: Sequence[Amount]) -> Series:
     """Sum the seconds by key and step, in the order of steps; 0 for a step without the key."""
-    steps = sorted({step for _, step, _ in told})
+    steps = sorted({step for _, step, _ in amounts})
     place = {step: number for number, step in enumerate(steps)}
     sums: dict[Key, NDArray[np.float64]] = {}
-    for key, step, seconds in told:
+    for key, step, seconds in amounts:
         sums.setdefault(key, np.zeros(len(steps)))[place[step]] += seconds
     if WHOLE in sums:  # operations outside the marked steps are in no step
         marked = sums[WHOLE] > 0

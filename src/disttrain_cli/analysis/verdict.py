@@ -9,9 +9,11 @@ import numpy as np
 
 from disttrain_cli.analysis.causes import LEAST_SHARE, SMALLEST_SHARE, Finding
 from disttrain_cli.analysis.confidence import calibrated, exceeds
+from disttrain_cli.analysis.explanations import MOST_PLACES, Explanation, clocks_of, explain
 from disttrain_cli.analysis.figures import counted
 from disttrain_cli.analysis.losses import CROWDED
 from disttrain_cli.analysis.next_commands import REMEASURE
+from disttrain_cli.analysis.record import Record
 from disttrain_cli.analysis.result.rows import Comparison
 from disttrain_cli.analysis.result.verdicts import (
     LEAST_GAIN_PCT,
@@ -21,7 +23,6 @@ from disttrain_cli.analysis.result.verdicts import (
     Remedy,
     Verdict,
 )
-from disttrain_cli.analysis.telling import MOST_PLACES, Record, Told, clocks_of, tell
 
 _FEWER_RANKS = (
     "The ranks share the cores of one machine, so a rank that is ready to compute or receive may"
@@ -45,13 +46,13 @@ def rows_of(record: Record, findings: Sequence[Finding]) -> list[Cause]:
         alone_s = float(finding.alone_s.mean())
         if max(gain_pct, 100 * alone_s / record.measured_s) < LEAST_GAIN_PCT:
             continue
-        place, _, _, _, command = tell(record, finding)
+        place, _, _, _, command = explain(record, finding)
         rows.append(
             Cause(
                 cause=finding.cause,
                 place=place,
                 places=finding.places[:MOST_PLACES],
-                told=_told(record, finding).told,
+                sentence=_explained(record, finding).sentence,
                 gain_s=float(finding.gain_s.mean()),
                 gain_pct=gain_pct,
                 alone_s=alone_s,
@@ -85,27 +86,27 @@ def judge(record: Record, findings: Sequence[Finding]) -> Verdict:
     main = next((one for one in large if one.gain_s.mean() >= one.least_share * measured_s), None)
     if main is None:
         return _calm(record, findings)
-    told, gain_s = _helped(record, main, _told(record, main)), float(main.gain_s.mean())
+    explanation, gain_s = _helped(record, main, _explained(record, main)), float(main.gain_s.mean())
     remarks = list(_remarks(record, findings, main, large))
     evidence = [
         *_steps(record),
-        Evidence(what=f"saved by fixing it: {told.told}", value=gain_s, unit="s"),
+        Evidence(what=f"saved by fixing it: {explanation.sentence}", value=gain_s, unit="s"),
         *(figure for remark in remarks for figure in remark.evidence),
     ]
     found = (
-        f"{told.told}: {gain_s:.3g} s of every {measured_s:.3g} s step"
+        f"{explanation.sentence}: {gain_s:.3g} s of every {measured_s:.3g} s step"
         f" ({100 * gain_s / measured_s:.0f} %{record.sampled})."
     )
     return Verdict(
         cause=main.cause,
         headline=" ".join([found, *(note for remark in remarks for note in remark.notes)]),
-        place=told.place,
+        place=explanation.place,
         lost_s=gain_s,
         lost_fraction=gain_s / measured_s,
         confidence=_sure(record, main, [one for one in findings if one is not main]),
-        evidence=evidence + told.evidence + _own_bubbles(record, findings),
-        advice=told.advice,
-        next_command=told.command,
+        evidence=evidence + explanation.evidence + _own_bubbles(record, findings),
+        advice=explanation.advice,
+        next_command=explanation.command,
     )
 
 
@@ -157,7 +158,7 @@ def _remarks(
 
 def _hidden(record: Record, findings: Sequence[Finding], main: Finding) -> _Remark:
     alone_s = float(main.alone_s.mean())
-    behind = "; ".join(_told(record, one).told for one in findings[: findings.index(main)])
+    behind = "; ".join(_explained(record, one).sentence for one in findings[: findings.index(main)])
     return _Remark(
         [f"Fixing it alone saves {alone_s:.3g} s, because another cause hides it: {behind}."],
         [Evidence(what="saved by fixing it alone, all else as recorded", value=alone_s, unit="s")],
@@ -165,12 +166,14 @@ def _hidden(record: Record, findings: Sequence[Finding], main: Finding) -> _Rema
 
 
 def _also(record: Record, finding: Finding, large: bool) -> _Remark:
-    gain_s, told = float(finding.gain_s.mean()), _told(record, finding).told
+    gain_s, sentence = float(finding.gain_s.mean()), _explained(record, finding).sentence
     most_s = max(gain_s, float(finding.alone_s.mean()))
     worth = gain_s >= SMALLEST_SHARE * record.measured_s
     return _Remark(
-        [f"Also: {told}, {most_s:.3g} s."] if large else [],
-        [Evidence(what=f"saved by fixing next: {told}", value=gain_s, unit="s")] if worth else [],
+        [f"Also: {sentence}, {most_s:.3g} s."] if large else [],
+        [Evidence(what=f"saved by fixing next: {sentence}", value=gain_s, unit="s")]
+        if worth
+        else [],
     )
 
 
@@ -191,38 +194,38 @@ def _crowded(record: Record, finding: Finding) -> bool:
     return record.shared_cores and record.losses.crowded > CROWDED and finding.cause in IN_RANKS
 
 
-def _told(record: Record, finding: Finding) -> Told:
+def _explained(record: Record, finding: Finding) -> Explanation:
     """Explain a cause, with a note if ranks may only have waited for a shared core."""
-    told = tell(record, finding)
+    explanation = explain(record, finding)
     if not _crowded(record, finding):
-        return told
+        return explanation
     figure = Evidence(
         what="compute time of all ranks ÷ time of the shared cores",
         value=record.losses.crowded,
         unit="ratio",
     )
-    told = told._replace(
-        evidence=[*told.evidence, figure],
+    explanation = explanation._replace(
+        evidence=[*explanation.evidence, figure],
         advice=_FEWER_RANKS,
         command=_fewer_ranks(record),
     )
     if finding.cause != "host":
-        return told
+        return explanation
     slow = Evidence(
         what="transfers beyond their usual time, summed over ranks",
         value=sum(record.losses.links.values()),
         unit="s",
     )
-    rank = told.place.rank
-    return told._replace(
-        place=Place(host=told.place.host),
-        told=(
+    rank = explanation.place.rank
+    return explanation._replace(
+        place=Place(host=explanation.place.host),
+        sentence=(
             "Ranks that are ready to run wait"
             if rank is None
-            else f"Rank {rank} ({told.place.named}) is ready to run and waits"
+            else f"Rank {rank} ({explanation.place.named}) is ready to run and waits"
         )
         + " for one of the cores that all ranks share",
-        evidence=[slow, *told.evidence[1:]],
+        evidence=[slow, *explanation.evidence[1:]],
     )
 
 
@@ -244,13 +247,15 @@ def _calm(record: Record, findings: Sequence[Finding]) -> Verdict:
     for one in small:
         evidence.append(
             Evidence(
-                what=f"small: {_told(record, one).told}", value=float(one.gain_s.mean()), unit="s"
+                what=f"small: {_explained(record, one).sentence}",
+                value=float(one.gain_s.mean()),
+                unit="s",
             )
         )
     faults, limits = ([one for one in small if one.limit == limit] for limit in (False, True))
     if faults:
         share = 100 * faults[0].gain_s.mean() / measured_s
-        headline += f" (the largest: {_told(record, faults[0]).told}, {share:.1f} %)"
+        headline += f" (the largest: {_explained(record, faults[0]).sentence}, {share:.1f} %)"
     if limits:
         share = 100 * limits[0].gain_s.mean() / measured_s
         headline += (
@@ -411,12 +416,15 @@ def _own_bubbles(record: Record, findings: Sequence[Finding]) -> list[Evidence]:
     )
 
 
-def _helped(record: Record, main: Finding, told: Told) -> Told:
+def _helped(record: Record, main: Finding, explanation: Explanation) -> Explanation:
     """Return the explanation with the remedy that fits, and its command."""
     remedies, cause, more = record.remedies, main.cause, ""
     remedy = fitting(remedies, cause)
     if cause == "unit" and remedy is not None:
-        told, more = told._replace(command=remedy.command), _gain_of(remedy, record.measured_s)
+        explanation, more = (
+            explanation._replace(command=remedy.command),
+            _gain_of(remedy, record.measured_s),
+        )
         bought = [
             one
             for one in remedies
@@ -425,7 +433,7 @@ def _helped(record: Record, main: Finding, told: Told) -> Told:
         if bought and remedy.gpus <= 0:
             best = max(bought, key=lambda one: one.gain_s / one.gpus)
             more += f" {_gain_of(best, record.measured_s)}"
-    elif cause == "unit" and told.command != REMEASURE:
+    elif cause == "unit" and explanation.command != REMEASURE:
         more = (
             f"If the plan is already the best for {counted(record.gpus, 'GPU')}, plan for one more:"
             " the work may divide better."
@@ -437,7 +445,7 @@ def _helped(record: Record, main: Finding, told: Told) -> Told:
             f"In a replay of the recorded steps equal work saves {main.gain_s.mean():.3g} s at"
             " most: reordering does not split samples."
         )
-    return told._replace(advice=f"{told.advice} {more}".rstrip())
+    return explanation._replace(advice=f"{explanation.advice} {more}".rstrip())
 
 
 def fitting(remedies: Sequence[Remedy], *causes: str) -> Remedy | None:

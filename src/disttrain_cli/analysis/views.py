@@ -76,7 +76,7 @@ def publish(connection: DuckDBPyConnection, family: Family, *later: str) -> None
 def explain(connection: DuckDBPyConnection, family: Family) -> None:
     """Create the table `columns`."""
     views = documented_views(family)
-    told = [
+    described = [
         (name, column, meaning)
         for name, view in views.items()
         for column, meaning in view.columns.items()
@@ -84,7 +84,7 @@ def explain(connection: DuckDBPyConnection, family: Family) -> None:
     connection.execute(
         'CREATE TABLE main.columns AS SELECT unnest(?) AS "view", unnest(?) AS "column", unnest(?)'
         " AS meaning",
-        [list(parts) for parts in zip(*told, strict=True)],
+        [list(parts) for parts in zip(*described, strict=True)],
     )
 
 

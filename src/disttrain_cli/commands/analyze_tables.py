@@ -82,7 +82,7 @@ def _causes(console: Console, analysis: Analysis) -> None:
         [
             [
                 row.cause,
-                row.told + (" (a single event)" if row.one_event else ""),
+                row.sentence + (" (a single event)" if row.one_event else ""),
                 figure(row.gain_s),
                 percent(row.gain_pct / 100),
                 figure(row.alone_s),
@@ -226,12 +226,12 @@ def _lost(console: Console, analysis: Analysis) -> None:
             if not lost.slowdown or lost.ideal_s is None
             else f"{lost.slowdown:.3f} × {ideal} of {_seconds(lost.ideal_s)}"
         )
-        untold = "; –: not in these traces" if lost.not_told else ""
+        unrecorded = "; –: not in these traces" if lost.not_recorded else ""
         console.table(
-            f"Lost per step{how} ({against}{untold})",
+            f"Lost per step{how} ({against}{unrecorded})",
             ["cause", "s"],
             [
-                [cause, "–" if cause in lost.not_told else f"{seconds:.4f}"]
+                [cause, "–" if cause in lost.not_recorded else f"{seconds:.4f}"]
                 for cause, seconds in lost.lost_s.items()
             ],
         )

@@ -153,7 +153,7 @@ class _Monitor:
 
 def _sentence(row: dict[str, Any], root: Path) -> str:
     drift = row["drift"]
-    moved = f" {drift[0]['told']}." if drift else ""
+    moved = f" {drift[0]['sentence']}." if drift else ""
     return (
         f"Steps {row['first_step']} to {row['last_step']}: {row['headline']}{moved}{_learned(row)}"
         f" More: disttrain watch {short_path(root)} --once"

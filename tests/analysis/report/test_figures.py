@@ -113,7 +113,7 @@ def test_slowest_of_operations_are_cells_too(tmp_path):
     assert stage.mean_ms == pytest.approx(1.8e3 * (megatron.FORWARD_S + megatron.BACKWARD_S))
     assert f">{stage.mean_ms:.3g} ms</text>" in part(text, "heat")
     losses = part(text, "losses")
-    assert found.stragglers.not_told == ["unit", "data"]
+    assert found.stragglers.not_recorded == ["unit", "data"]
     assert "Not in these traces: GPUs shared unevenly" in losses
     assert ">waiting for data<" not in losses
 
@@ -167,7 +167,7 @@ def test_what_kineto_cannot_tell_is_no_zero(tmp_path):
         rank.last_to_arrive,
         rank.memory_peak_gib,
     ) == (None,) * 4
-    assert found.stragglers.not_told == [
+    assert found.stragglers.not_recorded == [
         "unit",
         "intra_microbatch",
         "inter_microbatch",

@@ -290,15 +290,15 @@ def _judge(seen: Seen, sequence: int, there: Mapping[int, Entry]) -> Finding | N
         )
 
     index_of = {rank: index for index, rank in enumerate(seen.group.ranks)}
-    for problem, compared, told in DIFFERENCES:
+    for problem, compared, described in DIFFERENCES:
         values = {rank: compared(entry, index_of[rank]) for rank, entry in there.items()}
         usual = _usual(values)
         others = [rank for rank, value in values.items() if value != usual]
         if others:
             right = [rank for rank in there if rank not in others]
             detail = "; ".join(
-                [f"{name_ranks(right)}: {told(there[right[0]])}"]
-                + [f"rank {rank}: {told(there[rank])}" for rank in others[:4]]
+                [f"{name_ranks(right)}: {described(there[right[0]])}"]
+                + [f"rank {rank}: {described(there[rank])}" for rank in others[:4]]
             )
             return finding(problem, others, there[right[0]], detail, right)
     example = next(iter(there.values()))

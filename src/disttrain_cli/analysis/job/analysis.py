@@ -28,7 +28,7 @@ from disttrain_cli.analysis.job.inside import inside
 from disttrain_cli.analysis.job.limits import expected_ranks, say_limits, short_ranks
 from disttrain_cli.analysis.job.operations import compare_operations
 from disttrain_cli.analysis.job.rank_times import rank_summaries
-from disttrain_cli.analysis.job.remedies.groups import beside, held_up
+from disttrain_cli.analysis.job.remedies.groups import held_up, share_waited_for
 from disttrain_cli.analysis.job.remedies.leaving import left_out
 from disttrain_cli.analysis.job.remedies.ordering import best_share
 from disttrain_cli.analysis.job.remedies.remedies import (
@@ -43,6 +43,7 @@ from disttrain_cli.analysis.job.remedies.suspects import is_split, own_suspects,
 from disttrain_cli.analysis.job.staleness import moved_data, stale
 from disttrain_cli.analysis.learning import learning
 from disttrain_cli.analysis.losses import explain, split_losses, stragglers_of
+from disttrain_cli.analysis.record import Record
 from disttrain_cli.analysis.result.rows import (
     Comparison,
     MemoryRow,
@@ -52,7 +53,6 @@ from disttrain_cli.analysis.result.rows import (
 )
 from disttrain_cli.analysis.result.summary import Analysis, JobSummary, UnitSummary, moment
 from disttrain_cli.analysis.result.verdicts import Cause, Place, Remedy, Stragglers, Verdict, WhatIf
-from disttrain_cli.analysis.telling import Record
 from disttrain_cli.analysis.verdict import UNEVEN, judge, rows_of, unknown
 from disttrain_cli.analysis.what_if import what_if
 from disttrain_cli.calls import call
@@ -257,7 +257,7 @@ def _straggle(
     losses, suspects = split_losses(graph, why), own_suspects(graph, why, where)
     planned = job is not None and not moved_on and can_replan(record_of(database, graph))
     layouts = gains(database, graph, why, moved_on)
-    waited = beside(graph, held_up(graph))
+    waited = share_waited_for(graph, held_up(graph))
     findings, state = _causes(graph, suspects, job, planned)
     findings = named(findings, loads, waited)
     helps = remedies(database, graph, suspects, layouts, [one for one in findings if one.regained])

@@ -239,22 +239,22 @@ def repair_clocks(connection: DuckDBPyConnection, warnings: list[str]) -> list[H
         connection.execute(query_text("trace_repaired"))
     else:
         connection.execute("CREATE VIEW trace AS SELECT * FROM recorded")
-    warnings += _told(clocks)
+    warnings += _described(clocks)
     return clocks
 
 
-def _told(clocks: list[HostClock]) -> list[str]:
+def _described(clocks: list[HostClock]) -> list[str]:
     """Return warnings about the clocks."""
     reference = clocks[0].host
     loose = [clock.host for clock in clocks if clock.offset_us is None]
-    told = [
+    notes = [
         f"no message ties the clock of host {host!r} to that of {reference!r}: its times may be"
         " shifted"
         for host in loose[:3]
     ]
     if len(loose) > 3:
         more = len(loose) - 3
-        told.append(
+        notes.append(
             f"the {agree(more, 'clock', 'clocks')} of {counted(more, 'more host')} cannot be tied"
             " to the others"
         )
@@ -265,13 +265,13 @@ def _told(clocks: list[HostClock]) -> list[str]:
     if wrong:
         far = wrong[0]
         assert far.offset_us is not None and far.error_us is not None
-        told.append(
+        notes.append(
             f"the {agree(len(wrong), 'clock', 'clocks')} of {counted(len(wrong), 'host')}"
             f" {agree(len(wrong), 'was', 'were')} corrected by messages; the furthest, of host"
             f" {far.host!r}, was {_duration(abs(far.offset_us))}"
             f" {'ahead' if far.offset_us > 0 else 'behind'} (± {_duration(far.error_us)})"
         )
-    return told
+    return notes
 
 
 def _duration(us: float) -> str:

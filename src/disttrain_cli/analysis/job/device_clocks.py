@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from disttrain_cli.analysis.job.database import Database
-from disttrain_cli.analysis.telling import SlowClock
+from disttrain_cli.analysis.record import SlowClock
 from disttrain_cli.spec.trace import THROTTLES, throttle_reasons
 
 #: A clock is low below this share of what it is compared with; under a power limit, equal devices

@@ -175,10 +175,10 @@ def _unheard(
     """
     depth, replica = (columns[name].astype(int) for name in ("depth", "replica"))
     there = set(zip(depth.tolist(), replica.tolist(), strict=True))
-    told = np.isin(received_peer, columns["rank"]).any(axis=1)
+    recorded = np.isin(received_peer, columns["rank"]).any(axis=1)
     groups: dict[tuple[tuple[str, int, int], ...], int] = {}
     unheard = np.full(len(depth), -1, dtype=np.int64)
-    for index in np.flatnonzero(~told).tolist() if stages else ():
+    for index in np.flatnonzero(~recorded).tolist() if stages else ():
         stage = stages[depth[index]]
         senders = _feeding(stage, int(columns["operation"][index]))
         lost = tuple(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from disttrain_cli.analysis.explanations import MOST_PLACES
 from disttrain_cli.analysis.figures import agree, counted
 from disttrain_cli.analysis.job.costing import shares_cores
 from disttrain_cli.analysis.job.database import Database
 from disttrain_cli.analysis.result.summary import JobSummary
-from disttrain_cli.analysis.telling import MOST_PLACES
 
 
 def say_limits(database: Database, times: dict[str, Any], summary: JobSummary) -> None:

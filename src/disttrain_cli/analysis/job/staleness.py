@@ -47,14 +47,14 @@ def stale(
             f": according to the profile, a step with these data takes {expected_s:.3g} s instead"
             f" of the planned {planned_s:.3g} s ({100 * (expected_s / planned_s - 1):+.0f} %)"
         )
-    told = f"The data differ from those that were planned for{effect}"
-    database.warnings.append(f"{told}; plan again: {command}")
+    effects = f"The data differ from those that were planned for{effect}"
+    database.warnings.append(f"{effects}; plan again: {command}")
     if changed_s < max(
         verdict.lost_s, LEAST_SHARE * database.query("iterations")[0]["iteration_s"]
     ):
         return verdict
     advice = (
-        f"{moved[0].sentence}. {told}. Measure these data and plan again, then see what remains:"
+        f"{moved[0].sentence}. {effects}. Measure these data and plan again, then see what remains:"
         f" {verdict.advice}"
     )
     return replace(verdict, advice=advice, next_command=command)

@@ -98,7 +98,7 @@ def analyze_kineto_database(database: KinetoDatabase) -> Analysis:
                 slowdown=losses.step_s / compute_s if compute_s else None,
                 ideal_s=compute_s,
                 lost_s=losses.lost_s(),
-                not_told=_not_told(database),
+                not_recorded=_not_recorded(database),
             )
             if understood
             else Stragglers(slowdown=None, ideal_s=None, lost_s=None)
@@ -130,7 +130,7 @@ def _ranks(database: KinetoDatabase, unclassified: float) -> list[RankSummary]:
     ]
 
 
-def _not_told(database: KinetoDatabase) -> list[str]:
+def _not_recorded(database: KinetoDatabase) -> list[str]:
     """Return the causes that these traces contain nothing about.
 
     Data is one of them if no annotation or operator names a loader.

@@ -68,7 +68,7 @@ class Strings:
     thread_names: dict[tuple[int, str, str], str] = field(default_factory=dict)
     process_names: dict[tuple[int, str], set[str]] = field(default_factory=dict)
     # thread → `args.rank` of its events
-    ranks_told: dict[int, set[int]] = field(default_factory=dict)
+    recorded_ranks: dict[int, set[int]] = field(default_factory=dict)
 
 
 @dataclass
@@ -158,7 +158,7 @@ def spans(
     }
     lengths, farthest = columns["duration_ns"], 1000 * FARTHEST_US
     possible = (starts > -farthest) & (starts < farthest) & (lengths >= 0) & (lengths < farthest)
-    _keep_ranks_told(events, columns["thread"], strings)
+    _keep_recorded_ranks(events, columns["thread"], strings)
     if not possible.all():
         columns = {name: values[possible] for name, values in columns.items()}
     return columns, len(wanted) - len(columns["file"])
@@ -200,7 +200,7 @@ def keep_names(file: int, events: list[Event], strings: Strings) -> None:
             strings.process_names.setdefault((file, str(event.pid)), set()).add(event.args.name)
 
 
-def _keep_ranks_told(events: list[Event], threads: NDArray[np.int32], strings: Strings) -> None:
+def _keep_recorded_ranks(events: list[Event], threads: NDArray[np.int32], strings: Strings) -> None:
     """Store `args.rank` of the events of each thread, −1 for events without one.
 
     End marks never have arguments, so they do not count.
@@ -213,7 +213,7 @@ def _keep_ranks_told(events: list[Event], threads: NDArray[np.int32], strings: S
         for thread, rank, event in zip(threads, ranks, events, strict=True)
         if event.ph != "E"
     }:
-        strings.ranks_told.setdefault(thread, set()).add(rank)
+        strings.recorded_ranks.setdefault(thread, set()).add(rank)
 
 
 def _call(args: Args) -> tuple[str, str, str, str, int, int, str, int, int]:

@@ -301,7 +301,7 @@ def _insert_names(
                         for _, pattern, name in kinds
                     ]
                 ),
-                "told": np.array([pattern.users for _, pattern, _ in kinds]),
+                "by_user": np.array([pattern.users for _, pattern, _ in kinds]),
             },
         )
     marks = [

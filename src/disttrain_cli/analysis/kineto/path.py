@@ -62,7 +62,7 @@ def critical_path(database: KinetoDatabase) -> CriticalPath | None:
         database.columns("path_kernels", step=step), database.columns("path_waits"), begun
     )
     names = dict(database.connection.execute("SELECT id, name FROM names").fetchall())
-    return _told(step, path, names)
+    return _critical_path(step, path, names)
 
 
 @dataclass
@@ -156,7 +156,7 @@ def _waited(calls: tuple[Ints, Ints], by_ns: int, ended: Any, end: NDArray[Any])
     return None
 
 
-def _told(step: int | None, path: Path, names: dict[int, str]) -> CriticalPath | None:
+def _critical_path(step: int | None, path: Path, names: dict[int, str]) -> CriticalPath | None:
     total = sum(ns for ns, _ in path.parts.values())
     if not total:
         return None

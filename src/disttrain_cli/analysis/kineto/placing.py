@@ -41,9 +41,9 @@ def place(connection: DuckDBPyConnection, read: list[TraceFile], strings: String
     said: list[str] = []
     free = 1 + max(file.number for file in read)
     for file in read:
-        parts, told = _split(connection, file, threads[file.number], strings, free + len(files))
+        parts, notes = _split(connection, file, threads[file.number], strings, free + len(files))
         files += parts
-        said += told
+        said += notes
     said += _split_devices(connection, files, free + len(files))
     _find_copies(connection, [file for file in files if file.number < free])
     said += _crowds(connection, {file.number: file for file in files})
@@ -107,7 +107,7 @@ def _split(
         for (number, process, tid), thread in strings.threads.items()
         if number == file.number
     }
-    labels = label_threads(threads, names, named, strings.ranks_told)
+    labels = label_threads(threads, names, named, strings.recorded_ranks)
     ranks = numbers_of(labels.values())
     devices = device_threads(threads, names) if len(ranks) < 2 and _may_be_split(file) else {}
     by_device = len({*devices.values()}) > 1
@@ -116,8 +116,8 @@ def _split(
     if len(ranks) < 2:
         if file.rank is None and ranks:
             file.rank = next(iter(ranks.values()))
-        told = [strings.ranks_told.get(thread, set()) for thread in threads]
-        mixed = [len(numbers) for numbers in told if len(numbers) > 1 and min(numbers) >= 0]
+        recorded = [strings.recorded_ranks.get(thread, set()) for thread in threads]
+        mixed = [len(numbers) for numbers in recorded if len(numbers) > 1 and min(numbers) >= 0]
         why = "their numbers occur together in the arguments of one thread"
         return [file], [_crowd(file, max(mixed), why)] if mixed else []
     parts: dict[int, TraceFile] = {}

@@ -117,7 +117,7 @@ def label_threads(
     threads: Mapping[int, str],
     process_names: Mapping[str, set[str]],
     thread_names: Mapping[int, str],
-    ranks_told: Mapping[int, set[int]],
+    recorded_ranks: Mapping[int, set[int]],
 ) -> dict[int, Label]:
     """Return the label of every thread of one file that has one.
 
@@ -125,15 +125,15 @@ def label_threads(
         threads: number of a thread → id of its process.
         process_names: id of a process → the names that metadata give to it.
         thread_names: thread → the name that metadata give to it.
-        ranks_told: thread → `args.rank` of its events, with −1 if some have none.
+        recorded_ranks: thread → `args.rank` of its events, with −1 if some have none.
     """
-    told = {
+    recorded = {
         thread: next(iter(ranks))
-        for thread, ranks in ranks_told.items()
+        for thread, ranks in recorded_ranks.items()
         if thread in threads and len(ranks) == 1
     }
     by_process: dict[str, set[Label]] = {}
-    for thread, rank in told.items():
+    for thread, rank in recorded.items():
         by_process.setdefault(threads[thread], set()).add(rank)
     labels: dict[int, Label] = {}
     for thread, process in threads.items():
@@ -143,7 +143,7 @@ def label_threads(
         if label is None:
             label = label_in(thread_names.get(thread, ""))
         if label is None:
-            label = told.get(thread, _only(by_process.get(process, ())))
+            label = recorded.get(thread, _only(by_process.get(process, ())))
         if label is not None:
             labels[thread] = label
     return labels

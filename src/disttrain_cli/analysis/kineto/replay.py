@@ -57,7 +57,7 @@ class Collectives:
     waits: NDArray[np.bool_]  # the rank's earlier ones had ended when it joined
     holds: NDArray[np.bool_]  # the rank could not compute meanwhile
     gone: NDArray[np.bool_]  # it sent and returned before the receiver joined
-    beside: Floats  # from being ready to the end, without exposed waiting
+    worked_s: Floats  # from being ready to the end, without exposed waiting
 
     def lengths(self, state: State) -> Floats:
         """Return the seconds of every step [steps] for other work, `state` = `(work,)`."""
@@ -102,7 +102,7 @@ class Collectives:
             ended[nodes] = np.where(self.gone[nodes], came, came.max(axis=0)) + self.moves[nodes]
             at[ranks] = ready
             held[ranks] = np.where(
-                self.holds[nodes], np.maximum(until, ended[nodes] - self.beside[nodes]), until
+                self.holds[nodes], np.maximum(until, ended[nodes] - self.worked_s[nodes]), until
             )
         lengths: Floats = ended.max(axis=0) - self.begin.max(axis=0)
         return lengths
@@ -183,7 +183,7 @@ def read_collectives(database: KinetoDatabase, judged: Sequence[int | None]) -> 
     behind = _behind(rank_of, rows["stream"][nodes])
     queued = (behind >= 0)[:, None] & (start - end[behind] < QUEUED_NS)
     begin, waits = np.zeros((len(ranks), len(steps))), np.zeros(start.shape, bool)
-    work, beside, idle = (np.zeros(start.shape) for _ in range(3))
+    work, worked_s, idle = (np.zeros(start.shape) for _ in range(3))
     clocks = _clocks(database, rows)
     for index, rank in enumerate(ranks):
         mask, clock = rank_of == index, clocks[int(rank)]
@@ -192,7 +192,7 @@ def read_collectives(database: KinetoDatabase, judged: Sequence[int | None]) -> 
             np.maximum(launched[mask], clock.computed_before(launched[mask])), start[mask]
         )
         worked = clock.worked(np.vstack([begins[None], np.where(queued[mask], could, start[mask])]))
-        work[mask], beside[mask] = np.diff(worked, axis=0), clock.worked(end[mask]) - worked[1:]
+        work[mask], worked_s[mask] = np.diff(worked, axis=0), clock.worked(end[mask]) - worked[1:]
         idle[mask] = (end - start)[mask] - (clock.computed(end[mask]) - clock.computed(start[mask]))
         waits[mask] = (
             np.vstack([begins, np.maximum.accumulate(end[mask])[:-1]]) <= start[mask] + ROUNDED_NS
@@ -213,7 +213,7 @@ def read_collectives(database: KinetoDatabase, judged: Sequence[int | None]) -> 
         moves=np.maximum(end - latest, 0) / 1e9,
         waits=waits,
         holds=idle > HELD_SHARE * (end - start),
-        beside=beside / 1e9,
+        worked_s=worked_s / 1e9,
     )
 
 

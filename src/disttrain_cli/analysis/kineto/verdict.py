@@ -166,15 +166,15 @@ def _of_usual_step(losses: Losses, database: KinetoDatabase) -> Verdict:
         max(LEAST_SHARE, key=lambda name: shares[name]) == cause for shares in by_rank
     ) / len(by_rank)
     largest, straggler = _largest(cause, means), losses.straggler
-    told, advice, command = _DETAILS[largest]
+    sentence, advice, command = _DETAILS[largest]
     if largest == "transfers" and losses.present < 1:
         if database.query("incomplete")[0]["share"] > MOST_INCOMPLETE:
             moves_s = means[largest]
             of_all = of_step(moves_s, step_s, losses.marked)
             return may_wait_for_missing(database, of_all, command, evidence, moves_s)
-        told = _OR_WAITING
+        sentence = _OR_WAITING
     if largest == "others" and losses.at_messages > 0.5:
-        told = (
+        sentence = (
             "Ranks wait for one another's messages, none longer than the warm-up and drain of the"
             " pipeline explain"
         )
@@ -183,14 +183,14 @@ def _of_usual_step(losses: Losses, database: KinetoDatabase) -> Verdict:
             straggler, of_step(lost_s[cause], step_s, losses.marked), lost_s[cause], evidence
         )
     elif largest == "others" and straggler:
-        told += ", for a different rank each time"
+        sentence += ", for a different rank each time"
     gap = gap_of_each_step(losses, database, lost_s[cause]) if cause == "host" else None
     if gap is not None:
-        told = f"The devices wait for their hosts in one long gap of a step, {gap.text}"
+        sentence = f"The devices wait for their hosts in one long gap of a step, {gap.text}"
         advice, command = _ONE_GAP, gap.command
     return Verdict(
         cause=cause,
-        headline=_figured(told, largest, means, losses) + _seldom(losses, cause),
+        headline=_figured(sentence, largest, means, losses) + _seldom(losses, cause),
         place=Place(),
         lost_s=lost_s[cause],
         confidence=agree
@@ -216,13 +216,13 @@ def _with_larger(losses: Losses, verdict: Verdict, means: dict[str, float]) -> V
     if cause == "worker" or lost_s[cause] <= verdict.lost_s:
         return verdict
     if cause == "unexplained":
-        told, advice = "The devices idle for no recorded reason", ""
+        sentence, advice = "The devices idle for no recorded reason", ""
     else:
         largest = _largest(cause, means)
-        told, advice, _ = _DETAILS[largest]
+        sentence, advice, _ = _DETAILS[largest]
         if largest == "transfers" and losses.present < 1:
-            told = _OR_WAITING
-    larger = f"{_uncapitalised(told)}, {costs(lost_s[cause], losses.step_s)}"
+            sentence = _OR_WAITING
+    larger = f"{_uncapitalised(sentence)}, {costs(lost_s[cause], losses.step_s)}"
     return replace(
         verdict,
         headline=f"{verdict.headline} The larger loss is on all ranks: {larger}.",
@@ -320,7 +320,7 @@ def _not_one(losses: Losses) -> list[Evidence]:
     ]
 
 
-def _figured(told: str, largest: str, means: dict[str, float], losses: Losses) -> str:
+def _figured(sentence: str, largest: str, means: dict[str, float], losses: Losses) -> str:
     """Format the largest part of a cause with its seconds, its other parts, and their sum.
 
     The sum is given if the named parts leave some out.
@@ -333,7 +333,7 @@ def _figured(told: str, largest: str, means: dict[str, float], losses: Losses) -
     others = sorted(worded.items(), key=lambda item: -item[1])
     sentences = [
         f"{words}: {of_step(lost_s, step_s, losses.marked)}."
-        for words, lost_s in [(told, own_s), *others]
+        for words, lost_s in [(sentence, own_s), *others]
         if lost_s == own_s or lost_s >= LEAST_SHARE["worker"] * step_s
     ]
     total_s = own_s + sum(worded.values())

@@ -192,11 +192,11 @@ def time_shares(analysis: Analysis) -> str:
     shares = analysis.job.time_shares
     if not shares:
         return ""
-    told = {"transfer": "Exposed communication"} if analysis.format == "kineto" else {}
+    names = {"transfer": "Exposed communication"} if analysis.format == "kineto" else {}
     parts = [
-        (kind, told.get(key, name), shares[key])
+        (kind, names.get(key, name), shares[key])
         for kind, key, name in _SHARES
-        if key in shares and not (key == "data_wait" and "data" in analysis.stragglers.not_told)
+        if key in shares and not (key == "data_wait" and "data" in analysis.stragglers.not_recorded)
     ]
     known = {key for _, key, _ in _SHARES}
     parts += [
@@ -221,7 +221,7 @@ def losses(analysis: Analysis) -> str:
     parts += [
         ("lost" if value > 0 else "gain", CAUSES.get(cause, cause), value)
         for cause, value in lost.lost_s.items()
-        if cause not in lost.not_told
+        if cause not in lost.not_recorded
     ]
     parts += [
         (
@@ -240,14 +240,11 @@ def losses(analysis: Analysis) -> str:
             f" {counted(len(lost.by_step), 'replayed step')}"
         )
     )
-    untold = (
-        f" Not in these traces: {', '.join(CAUSES.get(cause, cause) for cause in lost.not_told)}."
-        if lost.not_told
-        else ""
-    )
+    names = ", ".join(CAUSES.get(cause, cause) for cause in lost.not_recorded)
+    unrecorded = f" Not in these traces: {names}." if names else ""
     return section(
         "What a step loses",
-        f"Slowdown {lost.slowdown:.3f} against {ideal}.{untold}",
+        f"Slowdown {lost.slowdown:.3f} against {ideal}.{unrecorded}",
         waterfall(
             parts,
             "Lost seconds by cause, from the ideal step to the recorded one: "
@@ -264,7 +261,7 @@ def losses_by_step(analysis: Analysis) -> str:
         return ""
     means = analysis.stragglers.lost_s or {}
     most = sorted(
-        (cause for cause in means if cause not in analysis.stragglers.not_told),
+        (cause for cause in means if cause not in analysis.stragglers.not_recorded),
         key=lambda cause: -means[cause],
     )[:MOST_CURVES]
     chart = line_chart(

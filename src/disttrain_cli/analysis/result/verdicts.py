@@ -36,7 +36,7 @@ class Stragglers(Struct, frozen=True, kw_only=True):
     ]
     ideal_s: float | None
     lost_s: dict[str, float] | None
-    not_told: Annotated[
+    not_recorded: Annotated[
         list[str],
         Meta(
             description=(
@@ -157,7 +157,7 @@ class Cause(Struct, frozen=True, kw_only=True):
             )
         ),
     ]
-    told: Annotated[str, Meta(description="Description of the cause.")]
+    sentence: Annotated[str, Meta(description="Description of the cause.")]
     gain_s: Annotated[
         float,
         Meta(

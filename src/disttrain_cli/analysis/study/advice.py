@@ -47,7 +47,7 @@ def command_of(cause: str, place: Place) -> str:
     }.get(cause, _BY_STAGE)
 
 
-def told(verdict: Verdict, graph: StudyGraph, replays: Replays, losses: Losses) -> Verdict:
+def explained(verdict: Verdict, graph: StudyGraph, replays: Replays, losses: Losses) -> Verdict:
     """Add advice for a Megatron job, and this trace's evidence, to a verdict."""
     cause, place = verdict.cause, replace(verdict.place, unit=None)
     headline, advice, command = verdict.headline, verdict.advice, command_of(cause, place)

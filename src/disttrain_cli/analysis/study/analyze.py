@@ -11,11 +11,12 @@ from numpy.typing import NDArray
 from disttrain_cli.analysis.figures import agree, counted
 from disttrain_cli.analysis.graph import Passes
 from disttrain_cli.analysis.losses import stragglers_of
+from disttrain_cli.analysis.record import Record
 from disttrain_cli.analysis.result.rows import RankSummary, Slowest
 from disttrain_cli.analysis.result.summary import Analysis, JobSummary
 from disttrain_cli.analysis.result.verdicts import Cause, Place, Stragglers, Verdict, WhatIf
 from disttrain_cli.analysis.sql import query_text
-from disttrain_cli.analysis.study.advice import command_of, told
+from disttrain_cli.analysis.study.advice import command_of, explained
 from disttrain_cli.analysis.study.graph import NoGraphError, StudyGraph, graph_of
 from disttrain_cli.analysis.study.losses import (
     NOT_TOLD,
@@ -28,7 +29,6 @@ from disttrain_cli.analysis.study.operations import BACKWARD, FORWARD
 from disttrain_cli.analysis.study.reader import StudyTrace, open_study, read_study
 from disttrain_cli.analysis.study.replays import replay
 from disttrain_cli.analysis.study.suspects import study_causes
-from disttrain_cli.analysis.telling import Record
 from disttrain_cli.analysis.verdict import judge, rows_of, unknown
 from disttrain_cli.analysis.walk import Floats
 
@@ -139,7 +139,7 @@ def _straggle(graph: StudyGraph) -> tuple[Stragglers, Verdict, list[Cause], What
     ]
     return (
         stragglers_of(losses, NOT_TOLD),
-        told(verdict, graph, replays, losses),
+        explained(verdict, graph, replays, losses),
         causes,
         replays.what_if,
         _slowest(graph, passes_of(graph)),

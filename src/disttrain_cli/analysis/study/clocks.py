@@ -57,12 +57,12 @@ def on_one_clock(trace: StudyTrace, groups: list[list[int]]) -> StudyTrace:
     ]
     if early:
         most_ms, (one, other) = max(early)
-        told = (
+        sentence = (
             f"transfers between {counted(len(early), 'pair')} of ranks end before they were sent,"
             f" by {most_ms:.3g} ms at most, from rank {one} to rank {other}"
         )
     else:
-        told = (
+        sentence = (
             f"ranks are done with clipping gradients up to {-1e3 * left_s.min():.3g} ms before the"
             " last has joined"
         )
@@ -71,7 +71,7 @@ def on_one_clock(trace: StudyTrace, groups: list[list[int]]) -> StudyTrace:
             trace,
             warnings=[
                 *trace.warnings,
-                f"{told}: no shift of clocks explains that, so none is applied",
+                f"{sentence}: no shift of clocks explains that, so none is applied",
             ],
         )
     moved = np.flatnonzero([clock.applied for clock in clocks]).tolist()
@@ -86,7 +86,7 @@ def on_one_clock(trace: StudyTrace, groups: list[list[int]]) -> StudyTrace:
         warnings=[
             *trace.warnings,
             (
-                f"{told}: the clocks of their hosts are apart. Put right by what they show more"
+                f"{sentence}: the clocks of their hosts are apart. Put right by what they show more"
                 f" than that of rank {numbers[0]}: {listed}{more}"
             ),
         ],

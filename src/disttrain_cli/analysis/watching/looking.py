@@ -100,7 +100,7 @@ class Look:
             "next_command": verdict.next_command,
             "remedies": [asdict(one) for one in analysis.remedies if one.worth][:3],
             "collapsed_routers": [one.layer for one in analysis.experts if one.collapsed],
-            "drift": [asdict(one) | {"told": one.sentence} for one in analysis.drift],
+            "drift": [asdict(one) | {"sentence": one.sentence} for one in analysis.drift],
             "learning": to_builtins(analysis.learning) | {"headline": analysis.learning.headline}
             if analysis.learning
             else None,

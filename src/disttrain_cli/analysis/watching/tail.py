@@ -238,12 +238,12 @@ class Source:
         try:
             footer = pq.read_metadata(file)
             place = footer.schema.names.index("step")
-            told = [
+            statistics = [
                 footer.row_group(group).column(place).statistics
                 for group in range(footer.num_row_groups)
             ]
-            steps = [one.max for one in told if one is not None and isinstance(one.max, int)]
-            old = len(steps) == len(told) and max(steps, default=-1) <= self.last - self.kept
+            steps = [one.max for one in statistics if one is not None and isinstance(one.max, int)]
+            old = len(steps) == len(statistics) and max(steps, default=-1) <= self.last - self.kept
             return None if old else pq.read_table(file).slice(known)
         except FileNotFoundError:  # deleted just now (train.keep_trace_steps)
             return None

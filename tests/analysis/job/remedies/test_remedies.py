@@ -18,9 +18,9 @@ from disttrain_cli.analysis.job.graph import build_graph
 from disttrain_cli.analysis.job.remedies.remedies import other_layouts, remedies, with_layouts
 from disttrain_cli.analysis.job.remedies.suspects import own_suspects
 from disttrain_cli.analysis.losses import explain, split_losses
+from disttrain_cli.analysis.record import Record
 from disttrain_cli.analysis.report import predictions
 from disttrain_cli.analysis.result.verdicts import Remedy
-from disttrain_cli.analysis.telling import Record
 from disttrain_cli.analysis.verdict import fitting, judge
 from disttrain_cli.spec.plan import Layout, UnitPlan
 from tests.analysis import simulated, synthetic

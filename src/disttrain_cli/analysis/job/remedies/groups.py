@@ -78,7 +78,7 @@ def without(graph: Graph, share: Floats) -> Floats:
     return 1 - np.where(alone, share, most[groups])
 
 
-def beside(graph: Graph, share: Floats) -> dict[int, float]:
+def share_waited_for(graph: Graph, share: Floats) -> dict[int, float]:
     """Return, for ranks that delay their groups, the share of their passes by which they do."""
     return {
         int(rank): float(of_rank.mean())

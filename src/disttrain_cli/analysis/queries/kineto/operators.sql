@@ -6,14 +6,14 @@ WITH spans AS (
     SELECT f.rank, e.name, e.device, e.thread AS stream, e.bytes, e.call, e.start_ns,
            e.start_ns + e.duration_ns AS end_ns, e.start_ns AS launched_ns, NULL::INTEGER AS launched_by, n.operation,
            CASE WHEN e.call >= 0 OR n.kind = 'communication' THEN 'communication'
-                WHEN n.told OR c.class = 3 THEN 'compute' ELSE 'unclassified' END AS kind,
+                WHEN n.by_user OR c.class = 3 THEN 'compute' ELSE 'unclassified' END AS kind,
            contains(names.name, 'c10d::') OR names.name = 'record_param_comms' AS outer_call
     FROM raw_events e
     JOIN files f ON f.file = e.file AND f.kept
     JOIN categories c ON c.id = e.category
     JOIN names ON names.id = e.name
     LEFT JOIN kinds n ON n.name = e.name
-    WHERE CASE WHEN (SELECT how FROM understood) = 'told' THEN n.told AND c.class IN (0, 3, 5)
+    WHERE CASE WHEN (SELECT how FROM understood) = 'user' THEN n.by_user AND c.class IN (0, 3, 5)
                ELSE c.class = 3 OR (c.class = 5 AND n.kind = 'communication')
                     OR (c.class IN (0, 5) AND NOT EXISTS (FROM categories WHERE class = 3)) END
       AND e.step < 0 AND e.name NOT IN (SELECT name FROM step_names) AND NOT starts_with(names.name, 'PyTorch Profiler'))

@@ -12,8 +12,8 @@ CREATE TABLE calls (id INTEGER, collective VARCHAR, process_group VARCHAR, descr
 CREATE TABLE shapes (id INTEGER, name INTEGER, dims VARCHAR, dtype VARCHAR, flops DOUBLE, bytes DOUBLE);
 CREATE TABLE item_bytes (dtype VARCHAR, bytes BIGINT);
 CREATE TABLE devices (file INTEGER, name VARCHAR);
--- Classification of names: kinds of kernels (told: by the user's patterns), and marks of steps.
-CREATE TABLE kinds (name INTEGER, kind VARCHAR, operation VARCHAR, told BOOLEAN);
+-- Classification of names: kinds of kernels (by_user: by the user's patterns), and marks of steps.
+CREATE TABLE kinds (name INTEGER, kind VARCHAR, operation VARCHAR, by_user BOOLEAN);
 CREATE TABLE step_names (name INTEGER, line INTEGER, number BIGINT, edge VARCHAR);
 CREATE TABLE raw_memory (file INTEGER, thread INTEGER, at_ns BIGINT, device_type BIGINT, device BIGINT,
                          allocated_bytes BIGINT, reserved_bytes BIGINT);

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
 from disttrain_cli.analysis.causes import SMALLEST_SHARE, Finding
-from disttrain_cli.analysis.confidence import known
-from disttrain_cli.analysis.losses import Losses
 from disttrain_cli.analysis.next_commands import (
     AGAIN,
     AGAIN_REHEARSED,
@@ -20,8 +17,8 @@ from disttrain_cli.analysis.next_commands import (
     SLOWEST_TRANSFERS,
     slow_rank,
 )
-from disttrain_cli.analysis.result.rows import Comparison, OperationRow
-from disttrain_cli.analysis.result.verdicts import Evidence, Place, Remedy
+from disttrain_cli.analysis.record import Record
+from disttrain_cli.analysis.result.verdicts import Evidence, Place
 from disttrain_cli.analysis.suspects import common
 
 Name = TypeVar("Name")
@@ -33,115 +30,24 @@ TRUSTED_ERROR_PCT = 25.0
 _UPDATES = {"reduce": "gradient reduction", "step": "optimizer step"}
 #: Most locations that are named individually.
 MOST_PLACES = 8
-#: Largest error of a replay, as a share of the step.
-MOST_UNEXPLAINED = 0.2
 
 
-class SlowClock(NamedTuple):
-    """GPU that ran below its usual SM clock, and what its driver says held it down."""
-
-    mhz: float
-    usual_mhz: float
-    where: str  # the clock is usual there
-    power_w: float
-    reasons: tuple[str, ...]
-
-    @property
-    def told(self) -> str:
-        """Clause for a sentence on its rank."""
-        return (
-            f"its GPU runs at {self.mhz:,.0f} MHz, {self.usual_mhz:,.0f} {self.where}"
-            f" ({', '.join(self.reasons)})"
-        )
-
-    @property
-    def advice(self) -> str:
-        """Advice for its reasons."""
-        fixes = [_COOLING] if {"thermal limit", "hardware slowdown"} & set(self.reasons) else []
-        fixes += [_POWER] if {"power cap", "power brake"} & set(self.reasons) else []
-        return "; ".join(fixes) or "reset its clocks (nvidia-smi -rac, -rgc)"
-
-
-_COOLING = "check its cooling (nvidia-smi -q -d TEMPERATURE)"
-_POWER = "check its power limit and supply against other devices' (nvidia-smi -q -d POWER)"
-
-
-@dataclass(frozen=True)
-class Record:
-    """Figures of the steps that verdicts need in addition to the causes."""
-
-    losses: Losses
-    where: Mapping[int, Place]  # by rank
-    comparisons: list[Comparison]  # predictions and measurements
-    gpus: int
-    kind: str  # format of the traces, for the confidence
-    shares: dict[str, float]  # fractions of the ranks' time by activity
-    present: float = 1.0  # share of the job's ranks with traces
-    # the ranks run on one CPU, so a rank that is ready may wait for a core
-    shared_cores: bool = False
-    core_wait_s: float | None = None  # seconds per step that a runnable rank waited for a core
-    remedies: Sequence[Remedy] = ()
-    operations: Sequence[OperationRow] = ()
-    # by rank, the share of its passes that the others of its TP, CP or EP group wait for
-    waited_for: Mapping[int, float] = field(default_factory=dict)
-    # by rank, the rows of its experts over the mean of its EP group
-    expert_loads: Mapping[int, float] = field(default_factory=dict)
-    clocks_s: float = 0.0  # remaining error of the hosts' corrected clocks
-    steps_measured: int = 0  # at most 32 of them are replayed
-    slow_clocks: Mapping[int, SlowClock] = field(default_factory=dict)  # by rank
-
-    @property
-    def measured_s(self) -> float:
-        return float(self.losses.measured.mean())
-
-    @property
-    def sampled(self) -> str:
-        """Note on which steps the seconds are of, if not all measured steps are replayed."""
-        replayed = len(self.losses.measured)
-        if replayed >= self.steps_measured:
-            return ""
-        return f"; mean of the {replayed} replayed of {self.steps_measured} measured steps"
-
-    @property
-    def pipelined(self) -> bool:
-        """True if the ranks are of several stages, of one unit or of several."""
-        return len({(place.unit, place.stage) for place in self.where.values()}) > 1
-
-    @property
-    def known(self) -> float:
-        """Factor from 0 to 1 for how complete the evidence is."""
-        return known(self.unexplained, len(self.losses.measured), self.present)
-
-    @property
-    def unexplained(self) -> float:
-        """Share of the steps that no recorded operation or message explains.
-
-        It is negative if the replay takes longer than the steps.
-        """
-        return float(self.losses.lost["unexplained"].mean()) / self.measured_s
-
-    @property
-    def contradicts(self) -> bool:
-        """True if the replay differs so much from the traces that no cause can be named."""
-        return abs(self.unexplained) > MOST_UNEXPLAINED
-
-
-class Told(NamedTuple):
-    """Explanation of a cause: a sentence (`told`), its evidence, advice and next command."""
+class Explanation(NamedTuple):
+    """Explanation of a cause: a sentence, its evidence, advice and next command."""
 
     place: Place
-    told: str
+    sentence: str
     evidence: list[Evidence]
     advice: str
     command: str
 
 
-def tell(record: Record, finding: Finding) -> Told:
+def explain(record: Record, finding: Finding) -> Explanation:
     """Explain a cause."""
     return _DETAILS[finding.cause](record, finding)
 
 
-def _unit(record: Record, finding: Finding) -> Told:
+def _unit(record: Record, finding: Finding) -> Explanation:
     losses, gpus, comparisons = record.losses, record.gpus, record.comparisons
     if finding.places[0].unit is not None:
         return _slow_unit(record, finding.places[0])
@@ -171,12 +77,12 @@ def _unit(record: Record, finding: Finding) -> Told:
     else:
         advice += "."
         command = f"disttrain plan --gpus {gpus + 1} --top 5"
-    told = f"GPUs are shared unevenly between the units: unit {binding} is the bottleneck"
-    return Told(Place(unit=binding), told, evidence, advice, command)
+    sentence = f"GPUs are shared unevenly between the units: unit {binding} is the bottleneck"
+    return Explanation(Place(unit=binding), sentence, evidence, advice, command)
 
 
-def _slow_unit(record: Record, place: Place) -> Told:
-    return Told(
+def _slow_unit(record: Record, place: Place) -> Explanation:
+    return Explanation(
         place,
         f"All devices of {place.unit} are slower than their work explains"
         + clocks_of(record, [one for one in record.where.values() if one.unit == place.unit]),
@@ -194,7 +100,7 @@ def _slow_unit(record: Record, place: Place) -> Told:
     )
 
 
-def _intra(record: Record, finding: Finding) -> Told:
+def _intra(record: Record, finding: Finding) -> Explanation:
     losses, unit = record.losses, str(finding.places[0].unit)
     heaviest, factor = max(
         ((replica, work) for (name, replica), work in losses.replica_work.items() if name == unit),
@@ -214,7 +120,7 @@ def _intra(record: Record, finding: Finding) -> Told:
             unit="share of slots",
         ),
     ]
-    return Told(
+    return Explanation(
         Place(unit=unit, replica=replica),
         f"Uneven data across the replicas of {unit}",
         evidence,
@@ -224,7 +130,7 @@ def _intra(record: Record, finding: Finding) -> Told:
     )
 
 
-def _inter(record: Record, finding: Finding) -> Told:
+def _inter(record: Record, finding: Finding) -> Explanation:
     unit = str(finding.places[0].unit)
     slot, factor = max(
         ((slot, work) for (name, slot), work in record.losses.slot_work.items() if name == unit),
@@ -235,7 +141,7 @@ def _inter(record: Record, finding: Finding) -> Told:
             what=f"{unit}: work of slot {slot} ÷ mean of the slots", value=factor, unit="ratio"
         )
     ]
-    return Told(
+    return Explanation(
         Place(unit=unit),
         f"Uneven data across the slots of a step, mostly in {unit}",
         evidence,
@@ -244,11 +150,11 @@ def _inter(record: Record, finding: Finding) -> Told:
     )
 
 
-def _stage(record: Record, finding: Finding) -> Told:
+def _stage(record: Record, finding: Finding) -> Explanation:
     place = finding.places[0]
     unit = str(place.unit)
     if place.stage is not None:
-        return Told(
+        return Explanation(
             place,
             f"Stage {place.stage} of {unit} "
             + (
@@ -289,7 +195,7 @@ def _stage(record: Record, finding: Finding) -> Told:
             what=f"stage {stage} of {unit}: time ÷ mean of the stages", value=factor, unit="ratio"
         )
     ]
-    return Told(
+    return Explanation(
         Place(unit=unit, stage=stage),
         f"Stage {stage} of {unit} is heavier than its other stages",
         evidence,
@@ -299,10 +205,10 @@ def _stage(record: Record, finding: Finding) -> Told:
     )
 
 
-def _worker(record: Record, finding: Finding) -> Told:
+def _worker(record: Record, finding: Finding) -> Explanation:
     named = [one for one in finding.places if one.rank is not None]
     if not named:
-        return Told(
+        return Explanation(
             finding.places[0],
             "Many ranks are slower than their work explains",
             [],
@@ -310,19 +216,19 @@ def _worker(record: Record, finding: Finding) -> Told:
             REMEASURE,
         )
     place = named[0]
-    told = f"Rank {place.rank} ({place.named}) is slower than its work explains"
+    sentence = f"Rank {place.rank} ({place.named}) is slower than its work explains"
     clock = record.slow_clocks.get(int(place.rank or 0))
     advice = (
         f"Check the device and the other processes on host {place.host}; run without that host if"
         " it stays slow."
     )
     if clock is not None:
-        told += f": {clock.told}"
+        sentence += f": {clock.clause}"
         advice = f"On host {place.host}, {clock.advice}; run without that host if it stays slow."
     waited = record.waited_for.get(int(place.rank or 0), 0.0) if len(finding.places) == 1 else 0.0
     evidence = []
     if waited >= SMALLEST_SHARE:
-        told += ", and the other ranks of its group wait for it in communication"
+        sentence += ", and the other ranks of its group wait for it in communication"
         evidence.append(
             Evidence(
                 what=f"rank {place.rank}: passes in which the other ranks of its group wait for it",
@@ -331,14 +237,14 @@ def _worker(record: Record, finding: Finding) -> Told:
             )
         )
     if len(finding.places) > 1:
-        told = (
+        sentence = (
             f"{_ranks(finding.places)} are slower than their work explains; fixing any one of them"
             f" alone does not help{clocks_of(record, named)}"
         )
         replica = common(finding.places)
         if None not in (replica.unit, replica.stage, replica.replica):
             place = replica
-            told = (
+            sentence = (
                 f"{_ranks(finding.places)} ({place.named}), which wait for each other inside every"
                 " layer, are slower than their work explains"
             )
@@ -347,9 +253,9 @@ def _worker(record: Record, finding: Finding) -> Told:
                 " record some steps with disttrain train --profile-steps A:B; disttrain analyze"
                 " TRACES/kineto then shows which rank joins their collectives last."
             )
-    return Told(
+    return Explanation(
         place,
-        told,
+        sentence,
         evidence
         + [
             Evidence(
@@ -369,11 +275,11 @@ def _worker(record: Record, finding: Finding) -> Told:
     )
 
 
-def _experts(record: Record, finding: Finding) -> Told:
+def _experts(record: Record, finding: Finding) -> Explanation:
     places, place = finding.places[:MOST_PLACES], finding.places[0]
     loads = [record.expert_loads[int(one.rank or 0)] for one in places]
     who = f"rank {place.rank}" if len(places) == 1 else _ranks(places).lower()
-    return Told(
+    return Explanation(
         place,
         f"Expert load: the experts of {who} ({place.named}) get {max(loads):.2f} times the mean"
         " rows of their EP group, which waits for them",
@@ -412,7 +318,7 @@ def clocks_of(record: Record, places: Sequence[Place]) -> str:
     )
 
 
-def _communication(record: Record, finding: Finding) -> Told:
+def _communication(record: Record, finding: Finding) -> Explanation:
     links = record.losses.links
     slow = {
         (str(one.unit), int(one.stage))
@@ -433,7 +339,7 @@ def _communication(record: Record, finding: Finding) -> Told:
         )
         for (name, number), seconds in sorted(links.items(), key=lambda item: -item[1])[:3]
     ]
-    return Told(
+    return Explanation(
         Place(unit=unit, stage=stage),
         f"Transfers are slow or vary, mostly after stage {stage} of {unit}",
         evidence,
@@ -443,7 +349,7 @@ def _communication(record: Record, finding: Finding) -> Told:
     )
 
 
-def _update(record: Record, finding: Finding) -> Told:
+def _update(record: Record, finding: Finding) -> Explanation:
     """Explain a slow end of a step.
 
     It is named by the operation that exceeds the profile most, if that explains half of the saving.
@@ -451,7 +357,7 @@ def _update(record: Record, finding: Finding) -> Told:
     rows = [row for row in record.operations if row.operation in _UPDATES]
     row = max(rows, key=lambda one: one.effect_ms, default=None)
     if row is None or row.effect_ms < 500 * finding.gain_s.mean():
-        return Told(
+        return Explanation(
             Place(),
             "The end of a step, after its last pass, takes longer than the profile predicts or than"
             " usual",
@@ -465,7 +371,7 @@ def _update(record: Record, finding: Finding) -> Told:
             SLOWEST_TRANSFERS,
         )
     what = _UPDATES[row.operation]
-    return Told(
+    return Explanation(
         Place(unit=row.unit, stage=row.stage),
         f"The {what} of {row.unit} stage {row.stage} is slow",
         [
@@ -488,13 +394,13 @@ def _update(record: Record, finding: Finding) -> Told:
     )
 
 
-def _unknown(record: Record, finding: Finding) -> Told:
+def _unknown(record: Record, finding: Finding) -> Explanation:
     emulating = next((place for place in finding.places if place.host is not None), None)
     return _unheard(finding) if emulating is None else _busy(emulating)
 
 
-def _busy(place: Place) -> Told:
-    return Told(
+def _busy(place: Place) -> Explanation:
+    return Explanation(
         place,
         f"Host {place.host} was too busy to run the rehearsal in time",
         [],
@@ -504,14 +410,14 @@ def _busy(place: Place) -> Told:
     )
 
 
-def _unheard(finding: Finding) -> Told:
+def _unheard(finding: Finding) -> Explanation:
     whole = {(one.unit, one.stage) for one in finding.places if one.replica is None}
     names = [f"{unit} stage {stage}" for unit, stage in sorted(whole)] + [
         f"{one.unit} stage {one.stage} replica {one.replica}"
         for one in finding.places
         if (one.unit, one.stage) not in whole
     ]
-    return Told(
+    return Explanation(
         common(finding.places),
         f"Ranks wait for ranks whose traces are missing ({', '.join(names[:MOST_PLACES])})",
         [],
@@ -521,7 +427,7 @@ def _unheard(finding: Finding) -> Told:
     )
 
 
-def _data(record: Record, finding: Finding) -> Told:
+def _data(record: Record, finding: Finding) -> Explanation:
     units: dict[str, dict[int, float]] = {}
     for (name, number), seconds in record.losses.data_wait.items():
         units.setdefault(name, {})[number] = seconds
@@ -543,7 +449,7 @@ def _data(record: Record, finding: Finding) -> Told:
                 unit="s",
             )
         )
-    return Told(
+    return Explanation(
         Place(unit=unit, replica=replica),
         f"Ranks wait for data, mostly in {unit}"
         + ("" if replica is None else f", replica {replica}"),
@@ -553,18 +459,18 @@ def _data(record: Record, finding: Finding) -> Told:
     )
 
 
-def _host(record: Record, finding: Finding) -> Told:
+def _host(record: Record, finding: Finding) -> Explanation:
     gap, place = record.losses.gap, finding.places[0]
     rank = place.rank if place.rank is not None else max(gap, key=lambda one: gap[one])
     alone = len(finding.places) == 1 and place.rank is not None
     place = record.where.get(rank, place)
     host = place.host if alone else _late_host(record)
-    told = "Host-side delays between operations, and occasionally inside them"
+    sentence = "Host-side delays between operations, and occasionally inside them"
     if alone:
-        told = f"Rank {rank} ({place.named}) is delayed by its host"
-    return Told(
+        sentence = f"Rank {rank} ({place.named}) is delayed by its host"
+    return Explanation(
         place if alone else Place(unit=place.unit, host=host),
-        told,
+        sentence,
         [
             Evidence(
                 what=f"rank {rank}: time not covered by any operation, per step",
@@ -606,7 +512,7 @@ def _alone(seconds: Mapping[Name, float]) -> Name | None:
     return first if others and seconds[first] > 2 * seconds[others[0]] else None
 
 
-_DETAILS: Mapping[str, Callable[[Record, Finding], Told]] = {
+_DETAILS: Mapping[str, Callable[[Record, Finding], Explanation]] = {
     "unit": _unit,
     "intra_microbatch": _intra,
     "inter_microbatch": _inter,
