@@ -23,8 +23,8 @@ from disttrain_cli.spec.profile import Profile
 #: What of `Cluster` each of them is.
 GAINS: dict[str, dict[str, Any]] = {
     "backwards in two parts": {"splits": True},
-    "reductions and gathers behind passes": {"overlaps": True},
-    "TP messages behind products": {"hides": True},
+    "reductions and gathers overlapped with passes": {"overlaps": True},
+    "TP messages overlapped with GEMMs": {"hides": True},
     "ordering best": {"ordering": "best"},
     "climbing to better neighbours": {"climbs": True},
 }

@@ -1,5 +1,5 @@
 """Everything that hides waiting, rehearsed: backwards in two parts, overlapped reductions and
-gathers, TP messages behind products, and the ordering `best`.
+gathers, TP messages overlapped with GEMMs, and the ordering `best`.
 
     python -m benchmarks.hiding accuracy   simulated beside rehearsed steps of six such plans
     python -m benchmarks.hiding gain       a layout with all of it over the same without, in turns

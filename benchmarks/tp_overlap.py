@@ -1,5 +1,6 @@
-"""TP messages behind products: a block of a 7B and of a 70B LLM on 8,192 tokens, TP 4 and TP 8,
-bf16 on an A800, with and without overlap.
+"""TP messages overlapped with GEMMs, and not: a block of a 7B and of a 70B LLM, bf16 on an A800.
+
+On 8,192 tokens, TP 4 and TP 8.
 
 *Priced*: kernels and messages of the block by the hardware catalogue (`profiling.tp_overlap`).
 *Rehearsed*: the ranks of the TP group as processes that run the very code over gloo on a block of

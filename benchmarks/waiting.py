@@ -4,7 +4,7 @@ A800.
 `benchmarks/costs/` holds run file and profile of each model as `disttrain init --preset` and
 `disttrain profile` wrote them on 2026-11-23, and `weights.json.gz` what a profile of 2026-11-24, of
 the same costs, says of backwards in two parts, and `hidden.json.gz` one of 2026-11-25 of TP
-messages behind products. They stay as they are, so that every change of this table is one of
+messages overlapped with GEMMs. They stay as they are, so that every change of this table is one of
 planner and schedule. "No waiting" is the step that the plan's own kernels would take if no device
 ever waited: compute time of all devices over their number, of messages what is not hidden. Beside
 it the same time of the plans of 2026-11-23, whose messages all waited (`FROZEN_S`). Simulated;

@@ -30,7 +30,7 @@ LONGEST = {
     "test_executed.py",
     "test_gpu_benchmark.py",
     "test_layouts.py",
-    "test_looking_after.py",
+    "test_restarts.py",
     "test_modality.py",
     "test_module_tp.py",
     "test_tiny_families.py",

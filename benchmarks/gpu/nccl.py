@@ -54,7 +54,7 @@ UNORDERED = ("3-2-1", "zero1")
 
 
 def layouts(layers: Mapping[str, int]) -> dict[str, tuple[dict[str, Any], list[UnitPlan], bool]]:
-    """Return by name: fields of `train`, units, and whether reductions hide behind passes."""
+    """Return by name: fields of `train`, units, and whether reductions overlap with passes."""
     e, m, g = (layers[name] for name in ALL)
 
     def apart(dp: int, **of_llm: Any) -> list[UnitPlan]:

@@ -78,7 +78,7 @@ def test_one_replica_has_the_whole_slot() -> None:
 
 
 def test_symmetric_memory_is_there_whatever_layer_runs() -> None:
-    """As much as the layer with the most needs, and only where messages travel behind products."""
+    """As much as the layer with the most needs, and only where messages overlap with GEMMs."""
     profile = synthetic.tiny(synthetic.run_file())
     plain = working_terms(profile, ["llm"], tp=1)
     llm = profile.modules["llm"]

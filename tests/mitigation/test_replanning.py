@@ -11,8 +11,7 @@ import yaml
 
 from benchmarks.replanning import samples
 from disttrain_cli.api import rehearse
-from disttrain_cli.mitigation.looking_after import looked_after
-from disttrain_cli.mitigation.replanning import MakeAnew, goes_on_with
+from disttrain_cli.mitigation.replanning import Replanner, goes_on_with, monitored_job
 from disttrain_cli.planning.check import check
 from disttrain_cli.planning.solve import solve, with_own_prediction
 from disttrain_cli.profiling.analytic import analytic_profile
@@ -79,9 +78,9 @@ def row(**changes: Any) -> dict[str, Any]:
     return known | {"iteration_s": 3.0, "lost_s": 2.0} | changes
 
 
-def anew(run: Run, planned: Planned, said: list[str], emulated: bool = False) -> MakeAnew:
+def anew(run: Run, planned: Planned, said: list[str], emulated: bool = False) -> Replanner:
     run.dir.logs.mkdir(parents=True, exist_ok=True)
-    return MakeAnew(run, run.dir, planned, run.dir.plan, said.append, emulated)
+    return Replanner(run, run.dir, planned, run.dir.plan, said.append, emulated)
 
 
 @pytest.mark.slow
@@ -90,7 +89,7 @@ def test_a_node_that_stays_slow_is_left_out_and_the_plan_can_be_run(tmp_path: Pa
     said: list[str] = []
     made = anew(run, planned, said)
     before = run.dir.plan.read_bytes()
-    made.hear(row(blamed_ranks=[0]))
+    made.on_verdict(row(blamed_ranks=[0]))
     assert made.ready() and run.dir.plan.read_bytes() == before
     (line,) = said
     assert line.startswith("Node 0 remains slow: without it,") and "continue with that plan" in line
@@ -111,7 +110,7 @@ def test_a_node_that_stays_slow_is_left_out_and_the_plan_can_be_run(tmp_path: Pa
 def test_on_one_node_the_device_is_left_out(tmp_path: Path) -> None:
     run, planned = job(tmp_path, nodes=1)
     made = anew(run, planned, [])
-    made.hear(row(blamed_ranks=[1]))
+    made.on_verdict(row(blamed_ranks=[1]))
     assert made.take()[1].plan.plan.left_out == [1]
     assert made.goes_with(3) == range(3, 4)
 
@@ -130,7 +129,7 @@ def test_other_verdicts_change_nothing(tmp_path: Path, changes: dict[str, Any]) 
     said: list[str] = []
     assert planned.plan.plan.gpus_used == 8
     made = anew(run, planned, said)
-    made.hear(row(**changes))
+    made.on_verdict(row(**changes))
     assert not made.ready() and not said
 
 
@@ -139,7 +138,7 @@ def test_a_plan_that_gains_too_little_is_only_told(tmp_path: Path) -> None:
     run, planned = job(tmp_path)
     said: list[str] = []
     made = anew(run, planned, said)
-    made.hear(row(lost_s=0.1))
+    made.on_verdict(row(lost_s=0.1))
     assert not made.ready() and said[0].endswith("Training continues unchanged.")
 
 
@@ -149,7 +148,7 @@ def test_no_plan_on_what_is_left_is_said_and_nothing_changes(tmp_path: Path) -> 
     device = planned.profile.device.model_copy(update={"count": 1})
     one = Planned(planned.plan, planned.profile.model_copy(update={"device": device}))
     made, before = anew(run, one, said), run.dir.plan.read_bytes()
-    made.hear(row(blamed_ranks=[0]))
+    made.on_verdict(row(blamed_ranks=[0]))
     assert not made.ready() and made.without(0) is None
     assert [line.rpartition(":")[2].strip().split(".")[0] for line in said] == [
         "No device is left"
@@ -186,11 +185,11 @@ def test_a_second_loss_adds_to_the_first_and_a_job_resumes_with_its_last_plan(
 
 def test_only_a_run_that_asks_for_it_is_planned_anew(tmp_path: Path) -> None:
     run, planned = job(tmp_path)
-    with looked_after(run, run.dir, *planned, run.dir.plan, print) as replanner:
-        assert isinstance(replanner, MakeAnew)
+    with monitored_job(run, run.dir, *planned, run.dir.plan, print) as replanner:
+        assert isinstance(replanner, Replanner)
     train = run.file.train.model_copy(update={"on_straggler": "tell"})
     calm = run.model_copy(update={"file": run.file.model_copy(update={"train": train})})
-    with looked_after(calm, run.dir, *planned, run.dir.plan, print, emulated=True) as replanner:
+    with monitored_job(calm, run.dir, *planned, run.dir.plan, print, emulated=True) as replanner:
         assert replanner is None
 
 

@@ -95,7 +95,7 @@ def _agreed(group: Group) -> None:
         ):
             made = symmetric.agreed(group, CUDA)
         assert made is not None and made.symmetric == sends and made.overlap
-        told = f"TP messages behind products go round a ring: {said}\n"
+        told = f"TP messages overlapped with GEMMs use a ring: {said}\n"
         assert printed.getvalue() == (told if said and not group.rank else "")
     waiting = Group(group.ranks, 2, group.rank)
     assert symmetric.agreed(waiting, CUDA) is waiting and symmetric.agreed(group, CPU) is group

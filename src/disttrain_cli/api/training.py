@@ -76,7 +76,7 @@ def train(
     opened = open_run(run)
     from disttrain_cli.data.metrics import check_scores
     from disttrain_cli.mitigation.learned import learned
-    from disttrain_cli.mitigation.looking_after import looked_after
+    from disttrain_cli.mitigation.replanning import monitored_job
     from disttrain_cli.planning.check import refuse_not_run
     from disttrain_cli.runtime import train as running
     from disttrain_cli.runtime.launching.starts import alone, check_fresh
@@ -104,7 +104,7 @@ def train(
         if passes := passes_of(opened, costs, total):
             note(passes)
         file = Path(plan) if isinstance(plan, Path | str) else opened.dir.plan
-        with looked_after(opened, opened.dir, chosen, costs, file, note) as replanner:
+        with monitored_job(opened, opened.dir, chosen, costs, file, note) as replanner:
             result = running.train(
                 opened,
                 chosen,
@@ -225,8 +225,7 @@ def rehearse(
     check_number("steps", steps, 1)
     opened = open_run(run)
     chosen, profile = checked_plan(opened, plan)
-    from disttrain_cli.mitigation.looking_after import looked_after
-    from disttrain_cli.mitigation.replanning import goes_on_with
+    from disttrain_cli.mitigation.replanning import goes_on_with, monitored_job
     from disttrain_cli.runtime.launching.starts import alone
     from disttrain_cli.runtime.rehearsal import rehearse as rehearsing
 
@@ -235,7 +234,7 @@ def rehearse(
         now = goes_on_with(folder, chosen) if resume else chosen
         if now is not chosen:
             note(f"The rehearsal continues with its last plan, {short_path(folder.plan)}.")
-        with looked_after(
+        with monitored_job(
             opened, folder, now, profile, folder.plan, note, emulated=True
         ) as replanner:
             return rehearsing.rehearse(

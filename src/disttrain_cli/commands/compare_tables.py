@@ -35,11 +35,11 @@ def show_comparison(
         return
     both = [row for row in times.rows if row.difference_s is not None]
     # the step and kinds always; other rows if significant, or, untested, if they differ at all
-    told = any(row.significant is not None for row in both)
+    tested = any(row.significant is not None for row in both)
     shown = [
         row
         for row in both
-        if row.measure in ("step", "kind") or row.significant or (not told and row.difference_s)
+        if row.measure in ("step", "kind") or row.significant or (not tested and row.difference_s)
     ]
     console.table(
         f"Compared with {before}, ms per step and rank",
@@ -50,7 +50,7 @@ def show_comparison(
         console.say(f"and {counted(len(shown) - MOST_ROWS, 'more row')} (--json)")
     quiet = len(both) - len(shown)
     steps = f"Steps: {times.steps[0]} before, {times.steps[1]} after"
-    if told:
+    if tested:
         differ = agree(quiet, "differs", "differ")
         console.say(f"{counted(quiet, 'more row')} {differ} within the noise. {steps}.")
         console.say(f"Test: {times.test}.")

@@ -107,7 +107,7 @@ def run(
                 " steps:"
                 f" {shlex.join(['disttrain', 'watch', short_path(root.root), '--once'])}"
             )
-    held, told = False, False
+    held, reported = False, False
     look: Look | None = None
     with closing(Record(root.logs)) as record:
         looks = (
@@ -120,16 +120,16 @@ def run(
             held = holds and (look.live or once)
             fails = held and (before or look.stands)
             if look.changed or look.stays or fails:
-                told = True
-                _tell(console, look, sentence if fails else "")
+                reported = True
+                _report(console, look, sentence if fails else "")
             if look.changed and not once:
                 record.add(look.row())
             if fails:
                 _fail(console, look, sentence)
     _point_to_dumps(console, flight_recorder(root.logs))
-    if look is not None and not told:  # no look follows
+    if look is not None and not reported:  # no look follows
         fails = held and once
-        _tell(console, look, sentence if fails else "")
+        _report(console, look, sentence if fails else "")
         if fails:
             _fail(console, look, sentence)
 
@@ -167,7 +167,7 @@ def _fail(console: Console, look: Look, sentence: str) -> NoReturn:
     raise ConditionHoldsError(f"Condition holds: {sentence}", verdict.headline, verdict.advice)
 
 
-def _tell(console: Console, look: Look, sentence: str) -> None:
+def _report(console: Console, look: Look, sentence: str) -> None:
     row = look.row()
     if console.json_mode:
         console.line(row | ({"fail_if": sentence} if sentence else {}))

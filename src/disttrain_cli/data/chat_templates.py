@@ -130,11 +130,11 @@ def image_token(
     """
     if given is not None:
         return rules.id_to_token(given)
-    path, told = folder / "config.json", tokens.get("image_token")
+    path = folder / "config.json"
     model = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     number = model.get("image_token_id", model.get("image_token_index"))
     by_number = rules.id_to_token(number) if isinstance(number, int) else None
-    candidates = (by_number, told, *IMAGE_TOKENS)
+    candidates = (by_number, tokens.get("image_token"), *IMAGE_TOKENS)
     return next((one for one in candidates if one and rules.token_to_id(one) is not None), None)
 
 

@@ -151,13 +151,13 @@ def alone(path: Path, what: str, progress: Progress) -> Iterator[None]:
 
 
 def _take(lock: TextIO, what: str, progress: Progress) -> None:
-    begun, told = time.monotonic(), False
+    begun, said = time.monotonic(), False
     while True:
         try:
             return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            if not told and time.monotonic() - begun > SAY_AFTER_S:
+            if not said and time.monotonic() - begun > SAY_AFTER_S:
                 lock.seek(0)
-                told = True
+                said = True
                 progress(f"waiting for {what} from {lock.read() or 'another process'}", 0, 0)
             time.sleep(LOOK_EVERY_S)

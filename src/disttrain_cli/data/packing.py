@@ -136,16 +136,16 @@ class SequenceStream:
         phase = self._phase_of(number)
         return phase, self._phases[phase].epoch_of(number - self._firsts[phase])
 
-    def remove_unneeded(self, at: int, beside: Sequence[Mixture]) -> None:
+    def remove_unneeded(self, at: int, kept: Sequence[Mixture]) -> None:
         """Remove orders on disk that are not needed to resume from a sequence.
 
-        They are those of other mixtures than this one and `beside` and, of past phases, all epochs
+        They are those of other mixtures than this one and `kept` and, of past phases, all epochs
         but the last. An order that is needed nevertheless is computed again.
         """
         for phase in self._phases[: self._phase_of(at)]:
             phase.leave()
         if (root := self._mixture.index.orders) is not None:
-            remove_others(root, [self._mixture, *beside])
+            remove_others(root, [self._mixture, *kept])
 
     def _within(self, phase: int, end: int) -> int:
         return min([end, *self._firsts[phase + 1 : phase + 2]])

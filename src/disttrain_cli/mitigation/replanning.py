@@ -11,17 +11,19 @@ The device of the slow rank is left out or, if the cluster has several nodes, it
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from disttrain_cli.errors import DisttrainError, SpecError
+from disttrain_cli.mitigation.monitor import monitored
 from disttrain_cli.runtime.launching.starts import next_start
 from disttrain_cli.runtime.launching.supervise import Planned
 from disttrain_cli.spec.files import fingerprint
 from disttrain_cli.spec.plan import Layout, Plan, read_plan, write_plan
+from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.rundir import RunDir, replans_file
 from disttrain_cli.spec.runfile import Run
 from disttrain_cli.spec.whole import is_own_file, write_whole
@@ -32,7 +34,40 @@ LEAST_GAIN = 0.05
 LEAST_SURE = 0.5
 
 
-class MakeAnew:
+@contextmanager
+def monitored_job(
+    run: Run,
+    folder: RunDir,
+    plan: Plan,
+    profile: Profile,
+    file: Path,
+    note: Callable[[str], None],
+    emulated: bool = False,
+) -> Iterator[Replanner | None]:
+    """Monitor a job while it runs; yield its replanner if `train.on_straggler` requests one.
+
+    A rehearsal is monitored only then, from its first step on.
+
+    Args:
+        run: the run.
+        folder: folder of the run, or of its rehearsal.
+        plan: the plan that the job starts with.
+        profile: the profile of that plan.
+        file: file of the plan.
+        note: called from a separate thread.
+        emulated: the job is a rehearsal.
+    """
+    if run.file.train.on_straggler != "replan":
+        with nullcontext() if emulated else monitored(folder.root, note):
+            yield None
+        return
+    replanner = Replanner(run, folder, Planned(plan, profile), file, note, emulated)
+    at_once = 0.0 if emulated else None
+    with monitored(folder.root, note, replanner.on_verdict, at_once, at_once):
+        yield replanner
+
+
+class Replanner:
     """Replanner of a run (`supervise.Replanner`).
 
     Args:
@@ -57,7 +92,7 @@ class MakeAnew:
         self._planned, self._emulated = planned, emulated
         self._found: tuple[str, Planned] | None = None
 
-    def hear(self, row: dict[str, Any]) -> None:
+    def on_verdict(self, row: dict[str, Any]) -> None:
         """Process a line of `disttrain watch --json`."""
         if row["stays"] and row["blamed_ranks"] and row["confidence"] >= LEAST_SURE:
             self._consider(row)
@@ -107,16 +142,16 @@ class MakeAnew:
             )
             return
         gain = 1 - step_s / row["iteration_s"]
-        told = (
+        comparison = (
             f"{named} remains slow: without it, a step of {planned.plan.plan.describe()} on"
             f" {planned.plan.plan.gpus_used} devices would take {step_s:.3g} s instead of"
             f" {row['iteration_s']:.3g} s ({-100 * gain:+.0f} %)"
         )
         if gain < LEAST_GAIN:
-            self._say(f"{told}. Training continues unchanged.")
+            self._say(f"{comparison}. Training continues unchanged.")
             return
-        self._say(f"{told}. Saving after this step to continue with that plan.")
-        self._found = told, planned
+        self._say(f"{comparison}. Saving after this step to continue with that plan.")
+        self._found = comparison, planned
 
     def _out(self, devices: list[int]) -> tuple[list[int], str]:
         """Return all devices to leave out if some more are, and the name of what these are.
@@ -204,9 +239,9 @@ def goes_on_with(folder: RunDir, plan: Plan) -> Plan:
 
     `logs/replans.jsonl` lists the replans.
     """
-    told = replans_file(folder.logs)
+    path = replans_file(folder.logs)
     layout = began = fingerprint(plan.plan)
-    for line in told.read_text().splitlines() if told.exists() else ():
+    for line in path.read_text().splitlines() if path.exists() else ():
         with suppress(ValueError, KeyError):  # written to a full disk
             row = json.loads(line)
             if row["instead_of"] == layout:

@@ -546,8 +546,8 @@ def _with_vae(
         or "channels" not in error.what
     ):
         return error
-    beside = run.resolve(spec.folder).parent / "vae" if spec.folder is not None else None
-    has_vae = beside is not None and (beside / "config.json").exists()
+    vae_folder = run.resolve(spec.folder).parent / "vae" if spec.folder is not None else None
+    has_vae = vae_folder is not None and (vae_folder / "config.json").exists()
     given = (
         f"{str(spec.folder).rstrip('/').rpartition('/')[0] or '.'}/vae"
         if has_vae

@@ -90,13 +90,13 @@ class In(Start):
         self, state: dict[str, Tensor], noisy_NCHW: Tensor, times_N: Tensor
     ) -> dict[str, Tensor]:
         dtype, times = self.x_embedder.weight.dtype, times_N * (SCALE / self.canvas.noise.timesteps)
-        told = [times]
+        conditions = [times]
         if self.guided:
             guidance = filled(len(noisy_NCHW), (GUIDANCE * SCALE,), noisy_NCHW)
-            told.append(guidance.flatten())
+            conditions.append(guidance.flatten())
         return {
             "patches": self.x_embedder(packed(noisy_NCHW.to(dtype), FLUX_PATCH)),
-            "time_embedding": self.time_text_embed(*told, state["pooled"]),
+            "time_embedding": self.time_text_embed(*conditions, state["pooled"]),
             "conditioning": self.context_embedder(state["conditioning"]),
         }
 

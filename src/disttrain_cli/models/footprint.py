@@ -66,7 +66,7 @@ class Footprint(NamedTuple):
 class Noted(Group):
     """TP group as seen by its first rank on the meta device: records messages, sends nothing.
 
-    Each message is reported to all of `hear` when it begins and when it is waited for.
+    Each message is reported to all `observers` when it begins and when it is waited for.
     """
 
     ranks: Any = None
@@ -75,7 +75,7 @@ class Noted(Group):
     overlap: bool = False
     symmetric: bool = False
     sent: list[Message] = field(default_factory=list)
-    hear: list[Callable[[Begun | Waited], None]] = field(default_factory=list)
+    observers: list[Callable[[Begun | Waited], None]] = field(default_factory=list)
 
     def all_gather(self, whole: Tensor, local: Tensor) -> None:
         self._begin("all_gather", whole).wait()
@@ -96,12 +96,12 @@ class Noted(Group):
         message = Message(operation, tensor.numel() * tensor.element_size())
         number = len(self.sent)
         self.sent.append(message)
-        self._tell(Begun(message, number))
-        return Underway(tensors=(tensor, *others), arrived=lambda: self._tell(Waited(number)))
+        self._notify(Begun(message, number))
+        return Underway(tensors=(tensor, *others), arrived=lambda: self._notify(Waited(number)))
 
-    def _tell(self, event: Begun | Waited) -> None:
-        for told in self.hear:
-            told(event)
+    def _notify(self, event: Begun | Waited) -> None:
+        for observe in self.observers:
+            observe(event)
 
 
 def footprint(

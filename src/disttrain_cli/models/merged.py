@@ -20,7 +20,7 @@ CAUSAL = (-1, 0)
 
 
 class Call(NamedTuple):
-    """Arguments of flash attention over segments, beside rows and scale."""
+    """Arguments of flash attention over segments, in addition to rows and scale."""
 
     starts: tuple[Tensor, Tensor]  # first row of every segment of queries and of keys, and the end
     longest: tuple[int, int]

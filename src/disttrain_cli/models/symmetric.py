@@ -104,21 +104,21 @@ def agreed(group: Group | None, device: torch.device) -> Group | None:
         case other:
             why = f"messages go over {other}"
     if why and group.rank == 0:
-        print(f"TP messages behind products go round a ring: {why}", flush=True)
+        print(f"TP messages overlapped with GEMMs use a ring: {why}", flush=True)
     return replace(group, symmetric=not why)
 
 
 def refusal(group: Group, device: torch.device) -> str:
     """Return why the group cannot use symmetric memory; empty if it can; equal on all ranks."""
-    if len(hosts := set(_told(group, socket.gethostname()))) > 1:
+    if len(hosts := set(_gathered(group, socket.gethostname()))) > 1:
         return f"the group is on the hosts {', '.join(sorted(hosts))}"
     for step in (_exchange, _try_out):
-        if said := [one for one in _told(group, _attempt(step, group, device)) if one]:
+        if said := [one for one in _gathered(group, _attempt(step, group, device)) if one]:
             return said[0]
     return ""
 
 
-def _told(group: Group, word: str) -> list[str]:
+def _gathered(group: Group, word: str) -> list[str]:
     """Gather each rank's `word` over the group."""
     words = [""] * group.size
     dist.all_gather_object(words, word, group=group.ranks)

@@ -55,7 +55,7 @@ def timeline(
         if (work := trace.take()).kernels:
             events.append(work)
 
-    def hear(event: Begun | Waited) -> None:
+    def observe(event: Begun | Waited) -> None:
         compute()
         events.append(event)
 
@@ -70,8 +70,8 @@ def timeline(
     }
     parts: list[WeightPart] = []
     with ExitStack() as stack:
-        group.hear.append(hear)
-        stack.callback(group.hear.remove, hear)
+        group.observers.append(observe)
+        stack.callback(group.observers.remove, observe)
         for weight in layer.parameters():
             if weight.requires_grad:
                 stack.callback(weight.register_post_accumulate_grad_hook(_add).remove)

@@ -46,8 +46,8 @@ from torch.utils import flop_counter  # noqa: E402
 
 def varlen_attn(*tensors_and_longest: Any, enable_gqa: bool = False, **more: Any) -> Tensor:
     """Call the `varlen_attn` of torch 2.12; in 2.11 its kernel supports GQA without the flag."""
-    told = {} if VERSION < (2, 12) else {"enable_gqa": enable_gqa}
-    return varlen.varlen_attn(*tensors_and_longest, **told, **more)
+    options = {} if VERSION < (2, 12) else {"enable_gqa": enable_gqa}
+    return varlen.varlen_attn(*tensors_and_longest, **options, **more)
 
 
 def all_gather(whole: Tensor, local: Tensor, group: Any, begin: bool = False) -> Any:

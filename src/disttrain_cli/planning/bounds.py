@@ -53,7 +53,7 @@ Ints = NDArray[np.int64]
 Keep = Callable[[int, int, Rows], NDArray[np.bool_]]
 STEPS = 48  # GPU counts at which a bound of a slot size is evaluated
 PARTS = 8  # of a power of two of devices: step of row lists, which searches thus share
-BLOCKS = 64  # GPU ranges for combining more than two units besides the LLM
+BLOCKS = 64  # GPU ranges for combining more than two units in addition to the LLM
 
 
 @cache

@@ -131,7 +131,7 @@ def layout_that_fits(profile: Profile, cluster: Cluster, strategy: Strategy) -> 
             partial, llm = [Fit(0, 0, ())], holder_of(units)
             for number in reversed(range(len(units))):
                 partial = _before(
-                    units[number], partial, size, cluster.gpus - number, beside=number < llm
+                    units[number], partial, size, cluster.gpus - number, parallel=number < llm
                 )
             fits += [(fit.gpus, place, size, fit) for fit in partial]
     if not fits:
@@ -140,11 +140,11 @@ def layout_that_fits(profile: Profile, cluster: Cluster, strategy: Strategy) -> 
     return layout_with(groups[place], cluster, fit.shapes, size, strategy)
 
 
-def _before(unit: Unit, partial: list[Fit], size: int, gpus: int, beside: bool) -> list[Fit]:
+def _before(unit: Unit, partial: list[Fit], size: int, gpus: int, parallel: bool) -> list[Fit]:
     """Extend partial layouts by a shape of the preceding unit, within `gpus` GPUs.
 
     Of two partial layouts, one with fewer GPUs and no more stages suffices. Encoders are parallel
-    (`beside`): their stages do not precede another unit's.
+    (`parallel`): their stages do not precede another unit's.
     """
     kinds, slots = unit.kinds, unit.cluster.batch // size
     dps = np.array(divisors(size)) if unit.holds_llm else _spaced(gpus)
@@ -160,7 +160,7 @@ def _before(unit: Unit, partial: list[Fit], size: int, gpus: int, beside: bool) 
         used = kinds.tp_cp_size[variant] * dp * pp + after.gpus
         for row in np.flatnonzero((used <= gpus) & (pp <= unit.layers)):
             shape = shape_at(kinds, variant[row], dp=int(dp[row]), pp=int(pp[row]))
-            stages = after.stages if beside else after.stages + int(pp[row])
+            stages = after.stages if parallel else after.stages + int(pp[row])
             fits.append(Fit(int(used[row]), stages, (shape, *after.shapes)))
     best: list[Fit] = []
     for fit in sorted(fits):

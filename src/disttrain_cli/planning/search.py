@@ -183,7 +183,7 @@ class _Partial:
 
     gpus: NDArray[np.int64]
     line_ms: NDArray[np.float64]  # units from the LLM's to the end
-    beside_ms: NDArray[np.float64]  # the slowest unit before them, which are parallel
+    parallel_ms: NDArray[np.float64]  # the slowest unit before them, which are parallel
     stage_ms: NDArray[np.float64]
     stages: NDArray[np.int64]  # from the LLM's unit to the end
     pp: NDArray[np.int64]  # of all units together
@@ -200,7 +200,7 @@ class _Rest(NamedTuple):
 
     gpus: int
     line_ms: float
-    beside_ms: float
+    parallel_ms: float
 
 
 def _rest(before: list[Options], llm: int) -> _Rest:
@@ -236,22 +236,22 @@ def _layouts(
     )
     priced: list[Options] = []
     for number in reversed(range(len(units))):
-        before, beside = wanted[:number], number < llm
+        before, parallel = wanted[:number], number < llm
         rest = _rest(before, llm)
         table = take(
             wanted[number],
-            _may_join(wanted[number], partial, rest, beside, slots, cluster.gpus, within),
+            _may_join(wanted[number], partial, rest, parallel, slots, cluster.gpus, within),
         )
         least = _warmup_ms(
             partial.line_ms.min(),
             _warmup_bound_ms(partial, rest).min(),
             table.unit_ms,
             rest,
-            beside,
+            parallel,
         )
         most = (within - least) / (slots - 1) if slots > 1 else np.full(len(table), np.inf)
         exact = _priced(units[number], table, size, slots, np.unique(partial.stages), most, top)
-        exact = take(exact, _may_join(exact, partial, rest, beside, slots, cluster.gpus, within))
+        exact = take(exact, _may_join(exact, partial, rest, parallel, slots, cluster.gpus, within))
         priced.append(exact)
         partial = _join(partial, exact, before, llm, slots, cluster.gpus, within, top)
         if not len(partial):
@@ -307,7 +307,7 @@ def _steady_ms(stage_ms: NDArray[np.float64], slots: int) -> NDArray[np.float64]
 
 def _warmup_bound_ms(partial: _Partial, rest: _Rest) -> NDArray[np.float64]:
     """Return a lower bound of partial layouts' warm-up with the encoders not yet chosen."""
-    return partial.line_ms + np.maximum(partial.beside_ms, rest.beside_ms)
+    return partial.line_ms + np.maximum(partial.parallel_ms, rest.parallel_ms)
 
 
 def _warmup_ms(
@@ -315,11 +315,11 @@ def _warmup_ms(
     whole_ms: NDArray[np.float64],
     unit_ms: NDArray[np.float64],
     rest: _Rest,
-    beside: bool,
+    parallel: bool,
 ) -> NDArray[np.float64]:
     """Return a lower bound of the warm-up if a unit joins partial layouts with these times."""
     return rest.line_ms + (
-        np.maximum(line_ms + unit_ms, whole_ms) if beside else whole_ms + unit_ms
+        np.maximum(line_ms + unit_ms, whole_ms) if parallel else whole_ms + unit_ms
     )
 
 
@@ -327,7 +327,7 @@ def _may_join(
     table: Options,
     partial: _Partial,
     rest: _Rest,
-    beside: bool,
+    parallel: bool,
     slots: int,
     gpus: int,
     limit: float,
@@ -342,7 +342,7 @@ def _may_join(
         np.concatenate([[np.inf], np.minimum.accumulate(values[order])])[index]
         for values in (partial.stage_ms, partial.line_ms, _warmup_bound_ms(partial, rest))
     )
-    warmup_ms = _warmup_ms(line_ms, whole_ms, table.unit_ms, rest, beside)
+    warmup_ms = _warmup_ms(line_ms, whole_ms, table.unit_ms, rest, parallel)
     return warmup_ms + _steady_ms(np.maximum(table.stage_ms, stage_ms), slots) <= limit
 
 
@@ -360,7 +360,7 @@ def _join(
 
     All are within the limit.
     """
-    rest, beside = _rest(before, llm), len(before) < llm
+    rest, parallel = _rest(before, llm), len(before) < llm
     encoders_ms = _encoders_ms(before, llm, total_gpus)
     joined = replace(
         take(partial, np.zeros(0, np.int64)),
@@ -377,7 +377,7 @@ def _join(
             _warmup_bound_ms(part, rest)[:, None],
             table.unit_ms,
             rest,
-            beside,
+            parallel,
         )
         fits = (
             (gpus + rest.gpus <= total_gpus)
@@ -386,15 +386,15 @@ def _join(
         )
         fits &= warmup_ms + _steady_ms(stage_ms, slots) <= limit
         a, b = np.nonzero(fits)
-        line_ms, beside_ms, stages = part.line_ms[a], part.beside_ms[a], part.stages[a]
-        if beside:
-            beside_ms = np.maximum(beside_ms, table.unit_ms[b])
+        line_ms, parallel_ms, stages = part.line_ms[a], part.parallel_ms[a], part.stages[a]
+        if parallel:
+            parallel_ms = np.maximum(parallel_ms, table.unit_ms[b])
         else:
             line_ms, stages = line_ms + table.unit_ms[b], stages + table.pp[b]
         pairs = _Partial(
             gpus[a, b],
             line_ms,
-            beside_ms,
+            parallel_ms,
             stage_ms[a, b],
             stages,
             part.pp[a] + table.pp[b],
@@ -404,7 +404,7 @@ def _join(
         )
         if before:
             left = total_gpus - pairs.gpus
-            warmup_ms = pairs.line_ms + np.maximum(pairs.beside_ms, encoders_ms[left])
+            warmup_ms = pairs.line_ms + np.maximum(pairs.parallel_ms, encoders_ms[left])
             slowest_ms = np.maximum(pairs.stage_ms, _slowest_within(before, left))
             pairs = take(pairs, warmup_ms + rest.line_ms + _steady_ms(slowest_ms, slots) <= limit)
         joined = join([joined, pairs])
@@ -433,12 +433,12 @@ def _best_of(joined: _Partial, slots: int, top: int, more: bool) -> _Partial:
     worse: list[Floats | Ints] = [
         joined.gpus,
         joined.line_ms,
-        joined.beside_ms,
+        joined.parallel_ms,
         joined.stage_ms,
         joined.stages,
     ]
     if not more:
-        total_ms = joined.line_ms + joined.beside_ms + _steady_ms(joined.stage_ms, slots)
+        total_ms = joined.line_ms + joined.parallel_ms + _steady_ms(joined.stage_ms, slots)
         last = np.partition(total_ms, top - 1)[top - 1] if len(joined) > top else np.inf
         near = np.flatnonzero(total_ms <= last * (1 + 1e-12))
         joined, worse = take(joined, near), [total_ms[near]]

@@ -149,7 +149,7 @@ class Rates:
         self._store, self._rank = store, rank
         self._keys = [f"rates/{number}" for number in range(processes)]
 
-    def tell(self, sums: dict[str, tuple[float, float]]) -> None:
+    def publish(self, sums: dict[str, tuple[float, float]]) -> None:
         """Publish this process's sums: by module, seconds and FLOPs."""
         self._store.set(self._keys[self._rank], json.dumps(sums))
 
@@ -161,10 +161,10 @@ class Rates:
         """
         if not self._store.check(self._keys):
             return None
-        told = [json.loads(self._store.get(key)) for key in self._keys]
+        published = [json.loads(self._store.get(key)) for key in self._keys]
         seconds = 0.0
         for module, count in flops.items():
-            took_s, done = np.sum([one.get(module, (0.0, 0.0)) for one in told], axis=0)
+            took_s, done = np.sum([one.get(module, (0.0, 0.0)) for one in published], axis=0)
             if count and not done:
                 return None
             seconds += count * took_s / done if done else 0.0
@@ -268,7 +268,7 @@ class Session:
             if group.tp == 1 or self._budget.left_s > 0.0:
                 self._visit(group, len(groups) - number, first=True)
         if self._rates is not None:
-            self._rates.tell(self._trained)
+            self._rates.publish(self._trained)
         for _ in range(2):
             for number, group in enumerate(groups):
                 self._visit(group, len(groups) - number, first=False)

@@ -1,4 +1,4 @@
-"""Messages behind passes: recorded steps are replayed with what is left of them in its places."""
+"""Recorded steps are replayed with the exposed part of messages overlapped with passes."""
 
 from __future__ import annotations
 

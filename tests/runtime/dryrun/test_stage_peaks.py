@@ -334,7 +334,7 @@ def test_stages_hold_what_the_plan_says(profile: Profile) -> None:
 
 @pytest.mark.slow
 def test_blocks_hold_what_is_noted_on_meta(tmp_path: Path) -> None:
-    """Also where messages travel behind products: chunks come and go, symmetric memory stays."""
+    """Also where messages overlap with GEMMs: chunks come and go, symmetric memory stays."""
     run = Run(path=tmp_path / "disttrain.yaml", file=run_file(MODULES))
     table, inputs = layer_table(run), describe(run)
     for case, held in zip(BLOCKS, on_fake_cuda(executed, BLOCKS), strict=True):

@@ -1,4 +1,4 @@
-"""What a TP group's ranks send behind products goes together, whatever the rows."""
+"""What a TP group's ranks send overlapped with GEMMs goes together, whatever the rows."""
 
 from __future__ import annotations
 

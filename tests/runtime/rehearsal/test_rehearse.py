@@ -107,7 +107,7 @@ def took_s(row: dict[str, Any]) -> float:
 def test_every_replica_records_what_the_profile_says_of_its_work(tmp_path: Path) -> None:
     """Six replicas of the encoder and eight GPUs more in seven processes, a rank that is slow from
     step 1 on among them; weights' gradients of the first two units come later, and messages run
-    behind passes."""
+    overlapped with passes."""
     place = {"unit": "llm", "stage": 1, "replica": 1}
     fault = {"slow": "rank", "factor": 3.0, "from_step": 1, **place}
     run, plan, profile = job(tmp_path, (3, 4, 2), pp=2, faults=[fault])

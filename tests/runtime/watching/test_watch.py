@@ -226,7 +226,7 @@ def test_a_rank_that_says_why_it_failed_is_not_started_again(tmp_path: Path) -> 
 
 def test_a_stopped_job_is_not_started_again(tmp_path: Path) -> None:
     request = supervise.StopRequest()
-    request.hear(signal.SIGTERM, None)
+    request.on_signal(signal.SIGTERM, None)
     with pytest.raises(RankLostError):
         run_supervised(tmp_path, 3, [RankLostError("lost")], request)
 
@@ -267,7 +267,7 @@ def test_a_signal_ends_a_job_that_is_to_go_on_with_another_plan(tmp_path: Path) 
 
     def signalled(watch: Callable[[], None]) -> str:
         stop(watch)
-        request.hear(signal.SIGTERM, None)
+        request.on_signal(signal.SIGTERM, None)
         return "reports"
 
     resumed, went = run_supervised(tmp_path, 3, [signalled], request, anew)
@@ -275,7 +275,7 @@ def test_a_signal_ends_a_job_that_is_to_go_on_with_another_plan(tmp_path: Path) 
 
     class Slow(Anew):
         def take(self) -> tuple[str, supervise.Planned]:
-            later.hear(signal.SIGINT, None)
+            later.on_signal(signal.SIGINT, None)
             return super().take()
 
     later, slow = supervise.StopRequest(), Slow()

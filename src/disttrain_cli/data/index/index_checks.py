@@ -332,7 +332,7 @@ def _without_copies(
     """Return the states, with the stored time for a shard of the same size and content."""
     known = {indexed[:2]: indexed for indexed in stored.files}
 
-    def told(state: State, shard: Shard) -> State:
+    def with_stored_time(state: State, shard: Shard) -> State:
         old = known.get(state[:2])
         copied = (
             old is not None
@@ -343,7 +343,7 @@ def _without_copies(
         )
         return state._replace(time=old.time) if old is not None and copied else state
 
-    return [told(state, shard) for state, (_, shard) in zip(now, shards, strict=True)]
+    return [with_stored_time(state, shard) for state, (_, shard) in zip(now, shards, strict=True)]
 
 
 def _check_states(stored: Stored, now: list[State], next_step: str, added: bool) -> None:

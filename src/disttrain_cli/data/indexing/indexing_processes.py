@@ -137,8 +137,8 @@ def _check(answer: dict[str, list[str]]) -> None:
     if "bug" in answer:
         raise RuntimeError("\n".join(answer["bug"]))
     if "error" in answer:
-        name, *told = answer["error"]
-        raise getattr(errors, name, DataError)(*told)
+        name, *parts = answer["error"]
+        raise getattr(errors, name, DataError)(*parts)
 
 
 def _ending(process: subprocess.Popen[str]) -> str:

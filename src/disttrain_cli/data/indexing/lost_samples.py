@@ -154,10 +154,10 @@ def _missing(shards: Sequence[ReadShard], whole: _Whole) -> Iterator[Skipped]:
             by_split.setdefault(shard.of, {})[shard.shard.name] = shard
     for own in by_split.values():
         for gap in gaps(list(own)):
-            beside = own[gap.beside]
-            each = _lacking(0, whole.like(beside))
+            neighbour = own[gap.neighbour]
+            each = _lacking(0, whole.like(neighbour))
             if gap.certain:
-                folder = beside.label.removesuffix(gap.beside)
+                folder = neighbour.label.removesuffix(gap.neighbour)
                 others = gap._replace(names=gap.names[1:], missing=gap.missing - 1)
                 also = f", and so {'is' if others.missing == 1 else 'are'} {others.shown}"
                 reason = f"the shard is missing{also if others.missing else ''}"

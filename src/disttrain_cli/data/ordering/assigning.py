@@ -147,7 +147,7 @@ def _stage_costs(layout: Layout, llm: str, costs: Costs, positions: Ints) -> Int
     distance from the LLM, the slowest counts.
     """
     meet = layout.index_of(llm)
-    beside, behind = (
+    before, after = (
         np.zeros((len(positions), max([0, *(unit.pp for unit in units)])), np.int64)
         for units in (layout.units[:meet], layout.units[meet + 1 :])
     )
@@ -163,10 +163,10 @@ def _stage_costs(layout: Layout, llm: str, costs: Costs, positions: Ints) -> Int
             line += [of_slot] * unit.pp
         else:
             columns = (
-                beside[:, beside.shape[1] - unit.pp :] if index < meet else behind[:, : unit.pp]
+                before[:, before.shape[1] - unit.pp :] if index < meet else after[:, : unit.pp]
             )
             np.maximum(columns, of_slot[:, None], out=columns)
-    return np.concatenate([beside, np.stack(line, axis=1), behind], axis=1)
+    return np.concatenate([before, np.stack(line, axis=1), after], axis=1)
 
 
 def unit_costs(modules: Sequence[str], costs: Costs) -> Ints:

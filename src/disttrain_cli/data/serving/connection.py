@@ -140,9 +140,9 @@ class Connection:
         said = PREAMBLE.sub(
             "", str(error).partition(". gRPC client debug context")[0].partition(". Detail:")[0]
         )
-        told = getattr(error, "extra_info", b"")
-        if told.startswith(b'{"kind"'):
-            about = json.loads(told)
+        detail = getattr(error, "extra_info", b"")
+        if detail.startswith(b'{"kind"'):
+            about = json.loads(detail)
             if about["kind"] == "data":
                 what, why, next_step = about["about"]
                 return DataError(f"{what} (preprocessing worker {self.address})", why, next_step)

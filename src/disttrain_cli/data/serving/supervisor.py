@@ -127,10 +127,10 @@ def _port(process: Process) -> int:
             "A preprocessing worker ended before it served",
             f"exit code {process.popen.wait()}; see its output above",
         )
-    told = json.loads(line)
-    if "error" in told:
-        raise DisttrainError(*told["error"])
-    return int(told["port"])
+    answer = json.loads(line)
+    if "error" in answer:
+        raise DisttrainError(*answer["error"])
+    return int(answer["port"])
 
 
 def _keep(process: Process, note: Callable[[str], None]) -> None:
@@ -158,9 +158,9 @@ def _keep(process: Process, note: Callable[[str], None]) -> None:
 
 def _ending(process: Process, code: int) -> str:
     """Describe the end of a process, by its error if it wrote one."""
-    told = (process.popen.stdout.read() if process.popen.stdout else "").strip().splitlines()
+    lines = (process.popen.stdout.read() if process.popen.stdout else "").strip().splitlines()
     try:
-        error = json.loads(told[-1])["error"]
+        error = json.loads(lines[-1])["error"]
         return f"{error['what']}: {error['why']}".rstrip(": ")
     except (IndexError, KeyError, ValueError):
         return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

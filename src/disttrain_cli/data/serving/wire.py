@@ -44,10 +44,10 @@ def read_request(data: bytes) -> tuple[Request | int, str]:
     if len(data) > REQUEST_BYTES:
         raise ValueError(f"{len(data)} bytes, a request has at most {REQUEST_BYTES}")
     try:
-        told = json.loads(data)
+        message = json.loads(data)
     except RecursionError:
         raise ValueError("not a request") from None
-    match told:
+    match message:
         case {"step": int(step), "identity": str(identity), **others} if not others:
             return step, identity
         case {

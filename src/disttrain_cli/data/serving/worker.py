@@ -68,7 +68,7 @@ class Worker(flight.FlightServerBase):
         except ValueError as error:
             raise flight.FlightServerError(f"cannot read the request: {error}") from None
         if identity != self._fingerprint:
-            raise _told("mismatch", self._identity)
+            raise _refusal("mismatch", self._identity)
         try:
             self._check(request)
         except ValueError as error:
@@ -101,7 +101,7 @@ class Worker(flight.FlightServerBase):
                 permit.sent()
                 yield message
         except DataError as error:
-            raise _told("data", error.parts) from None
+            raise _refusal("data", error.parts) from None
         finally:  # also when the client is gone
             if work is not None:
                 work.cancel()
@@ -123,7 +123,7 @@ class _TokenCheck(flight.ServerMiddlewareFactory):
             raise flight.FlightUnauthenticatedError("the token is wrong or missing")
 
 
-def _told(kind: str, about: dict[str, str] | list[str]) -> flight.FlightServerError:
+def _refusal(kind: str, about: dict[str, str] | list[str]) -> flight.FlightServerError:
     """Return an error that `connection` translates to one of this package."""
     return flight.FlightServerError(
         kind, extra_info=json.dumps({"kind": kind} | {"about": about}).encode()

@@ -114,7 +114,7 @@ def no_numbers(names: Sequence[str]) -> Sequence[Numbers]:
 def conversation(
     record: Any,
     chat: ChatForm | None = None,
-    beside: Sequence[str] = (),
+    media_files: Sequence[str] = (),
     measure: Measure = no_numbers,
 ) -> list[Part]:
     """Return the texts, images, videos and clips (by name) of a record, in order.
@@ -123,13 +123,13 @@ def conversation(
 
     Args:
         chat: renders the turns, if there are any.
-        beside: images and videos stored next to the record, used if it names none.
+        media_files: images and videos stored next to the record, used if it names none.
         measure: returns the sizes of files, which `chat` may need.
 
     Raises:
         ValueError: the record is not valid; the message has the reason.
     """
-    turns, names = _said(record, beside)
+    turns, names = _said(record, media_files)
     if not turns:
         text = document_text(record, bool(names))
         check_document(record)
@@ -313,11 +313,11 @@ def texts_of(
 ) -> list[str | tuple[int, ...]]:
     """Return the texts of a record, in order, whose images and videos exist with these sizes."""
     marks = sum(turn.said.count(MARK) for turn in _turns(record))
-    beside = [
+    media_files = [
         SoundName() if kind == AUDIO else VideoName() if len(numbers) > 2 and numbers[2] else ""
         for kind, numbers in files
     ]
-    turns, names = _said(record, beside or [""] * marks, used=False)
+    turns, names = _said(record, media_files or [""] * marks, used=False)
     parts = (
         _written(turns, names, chat, lambda _: [one for _, one in files])
         if turns
@@ -331,7 +331,7 @@ def has_turns(record: Any) -> bool:
     return isinstance(record, dict) and any(record.get(name) is not None for name in TURNS)
 
 
-def file_names(record: Any, beside: Sequence[str] = ()) -> list[str]:
+def file_names(record: Any, media_files: Sequence[str] = ()) -> list[str]:
     """Return the names of a record's images, videos and clips in the order of their marks.
 
     In a record without turns, images come first.
@@ -339,10 +339,12 @@ def file_names(record: Any, beside: Sequence[str] = ()) -> list[str]:
     Raises:
         ValueError: the record is not valid, or the numbers of marks and files differ.
     """
-    return _said(record, beside)[1]
+    return _said(record, media_files)[1]
 
 
-def _said(record: Any, beside: Sequence[str], used: bool = True) -> tuple[list[Turn], list[str]]:
+def _said(
+    record: Any, media_files: Sequence[str], used: bool = True
+) -> tuple[list[Turn], list[str]]:
     """Return (the turns of a record, `file_names`).
 
     Args:
@@ -355,7 +357,9 @@ def _said(record: Any, beside: Sequence[str], used: bool = True) -> tuple[list[T
     files = {
         media: [
             NAME_OF[media](name)
-            for name in _files(media, _listed(record, fields), parts, _only(media, beside), used)
+            for name in _files(
+                media, _listed(record, fields), parts, _only(media, media_files), used
+            )
         ]
         for media, fields in FIELDS_OF.items()
     }
@@ -375,7 +379,7 @@ def _said(record: Any, beside: Sequence[str], used: bool = True) -> tuple[list[T
 
 
 def _files(
-    media: str, listed: list[str], parts: list[PartFile], beside: list[str], used: bool
+    media: str, listed: list[str], parts: list[PartFile], media_files: list[str], used: bool
 ) -> list[str]:
     """Return the names of a record's files of one type.
 
@@ -386,7 +390,7 @@ def _files(
     named = [part.name for part in parts if part.name]
     if listed and named and listed != named:
         raise ValueError(f"the record and the parts of its turns name different {media}s")
-    names = listed or named or beside
+    names = listed or named or media_files
     indices = [part.place for part in parts if part.place is not None]
     if not indices:
         return names

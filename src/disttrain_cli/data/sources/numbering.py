@@ -18,13 +18,13 @@ class Gap(NamedTuple):
     """Missing shards of a series.
 
     Attributes:
-        beside: name of an existing shard of the series.
+        neighbour: name of an existing shard of the series.
         names: of the first missing shards; `missing`: their number.
         certain: True if the names leave no doubt that the shards existed: they state the total
             (`-of-00008`), or count from 0 on with few gaps.
     """
 
-    beside: str
+    neighbour: str
     names: list[str]
     missing: int
     certain: bool
@@ -88,7 +88,7 @@ def _in_between(names: Sequence[str]) -> Iterator[Gap]:
 
 
 def _gap(
-    beside: str,
+    neighbour: str,
     span: tuple[int, int],
     end: str,
     numbers: dict[int, re.Match[str]],
@@ -98,5 +98,5 @@ def _gap(
 ) -> Gap:
     absent = islice((one for one in count(first) if one not in numbers), min(lost, MOST_NAMED))
     width = span[1] - span[0]
-    names = [f"{beside[: span[0]]}{one:0{width}d}{end}" for one in absent]
-    return Gap(beside, names, lost, certain)
+    names = [f"{neighbour[: span[0]]}{one:0{width}d}{end}" for one in absent]
+    return Gap(neighbour, names, lost, certain)

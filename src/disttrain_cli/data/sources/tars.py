@@ -99,13 +99,13 @@ class Members(dict[str, Member]):
         super().__init__()
         self.referred: set[str] = set()
 
-    def find(self, name: str, beside: str) -> Member:
-        """Return the member to which a text or json named `beside` refers.
+    def find(self, name: str, referrer: str) -> Member:
+        """Return the member to which a text or json named `referrer` refers.
 
         Raises:
             ValueError: there is no such member.
         """
-        folder, slash, _ = beside.rpartition("/")
+        folder, slash, _ = referrer.rpartition("/")
         name = name.removeprefix("./")
         member = self.get(folder + slash + name) or self.get(name)
         if member is None:
@@ -393,8 +393,8 @@ def _segments(
         if not parts.strip():
             raise ValueError("the text is empty")
         first = dict(reversed(media))
-        beside = _pictures(first.items())
-        names = file_names(value, beside) if described is group.get("json") else beside
+        pictures = _pictures(first.items())
+        names = file_names(value, pictures) if described is group.get("json") else pictures
         if not media and not names:
             others = [f"; {one.content}" for one in group.values() if isinstance(one.content, str)]
             raise ValueError(

@@ -54,9 +54,11 @@ def best_of(checkpoints: Path) -> Path | None:
     losses: dict[Path, float] = {}
     for folder in all_of(checkpoints):
         with suppress(SpecError):  # damaged
-            told = describe(folder)
-            if told.get("sound", True) and math.isfinite(told.get("held_out_loss", math.nan)):
-                losses[folder] = told["held_out_loss"]
+            described = describe(folder)
+            if described.get("sound", True) and math.isfinite(
+                described.get("held_out_loss", math.nan)
+            ):
+                losses[folder] = described["held_out_loss"]
     return min(losses, key=lambda folder: losses[folder], default=None)
 
 

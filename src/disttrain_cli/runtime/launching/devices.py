@@ -23,8 +23,8 @@ def local_rank(environment: Mapping[str, str]) -> int:
     Raises:
         SpecError: it is not set, or no number.
     """
-    told = environment.get("LOCAL_RANK") or environment.get("SLURM_LOCALID") or ""
-    if not told.isdigit():
+    number = environment.get("LOCAL_RANK") or environment.get("SLURM_LOCALID") or ""
+    if not number.isdigit():
         raise SpecError(
             "A rank does not know its number on its host",
             f"LOCAL_RANK: {environment.get('LOCAL_RANK', 'not set')}, SLURM_LOCALID: "
@@ -32,7 +32,7 @@ def local_rank(environment: Mapping[str, str]) -> int:
             f"Start the ranks with the scripts of: {call('emit', kind='slurm')}, or"
             f" {argument('kind', 'torchrun')}",
         )
-    return int(told)
+    return int(number)
 
 
 def device_index(environment: Mapping[str, str], visible: int) -> int:

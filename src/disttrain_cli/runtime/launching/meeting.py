@@ -76,7 +76,7 @@ def meet(
         error = (MismatchError if verdict["unequal"] else DisttrainError)(*verdict["error"])
         error.on_every_rank = True
         raise error
-    return dict(verdict["told"])
+    return dict(verdict["decided"])
 
 
 def _verdict(
@@ -101,7 +101,7 @@ def _verdict(
         said = store.multi_get([f"meet/{rank}" for rank in range(world_size)])
         guests = [Guest(**json.loads(one)) for one in said]
         _compare(guests)
-        return {"told": decide(guests)}
+        return {"decided": decide(guests)}
     except DisttrainError as error:
         return {
             "unequal": isinstance(error, MismatchError),

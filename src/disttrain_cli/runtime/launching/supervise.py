@@ -82,7 +82,7 @@ class StopRequest:
         self.signal: signal.Signals | None = None
         self._passed_on = False
 
-    def hear(self, number: int, frame: FrameType | None) -> None:
+    def on_signal(self, number: int, frame: FrameType | None) -> None:
         """Handle a signal: the first requests a stop, a second ends this process and the ranks."""
         if self.signal is not None:
             raise KeyboardInterrupt if number == signal.SIGINT else Terminated
@@ -117,7 +117,8 @@ def stop_request() -> Iterator[StopRequest]:
         yield request
         return
     handlers = {
-        number: signal.signal(number, request.hear) for number in (signal.SIGTERM, signal.SIGINT)
+        number: signal.signal(number, request.on_signal)
+        for number in (signal.SIGTERM, signal.SIGINT)
     }
     try:
         yield request

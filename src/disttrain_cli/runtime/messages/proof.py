@@ -101,8 +101,8 @@ def _unlike_messages(records: Mapping[int, Record]) -> Iterator[str]:
                 or (sent[1].shape, sent[1].dtype) != (taken[1].shape, taken[1].dtype)
             ):
                 yield (
-                    f'Over "{name}", {_told(sender, sent, "send")} meets'
-                    f" {_told(taker, taken, 'receive')}"
+                    f'Over "{name}", {_named(sender, sent, "send")} meets'
+                    f" {_named(taker, taken, 'receive')}"
                 )
                 break
 
@@ -112,7 +112,7 @@ def _unlike_batches(records: Mapping[int, Record]) -> Iterator[str]:
     pairs: dict[tuple[str, int, int], tuple[dict[int, Step], dict[int, Step]]] = defaultdict(
         lambda: ({}, {})
     )
-    told = set()
+    reported = set()
     for (name, sender, taker), (sends, receives) in _lines(records).items():
         low, high = sorted((sender, taker))
         for sent, taken in zip(sends, receives, strict=False):
@@ -124,13 +124,13 @@ def _unlike_batches(records: Mapping[int, Record]) -> Iterator[str]:
             for side in (0, 1):
                 if (
                     partners[side][1].batch != ends[1 - side][1].batch
-                    and (name, low, high) not in told
+                    and (name, low, high) not in reported
                 ):
-                    told.add((name, low, high))
+                    reported.add((name, low, high))
                     grouping, parting = ((low, high), (high, low))[side]
                     yield (
                         f'Over "{name}", rank {grouping} groups what is apart on rank {parting}: '
-                        f"{_told(parting, partners[side])} and {_told(parting, ends[1 - side])}"
+                        f"{_named(parting, partners[side])} and {_named(parting, ends[1 - side])}"
                     )
 
 
@@ -146,7 +146,7 @@ def _unlike_collectives(records: Mapping[int, Record]) -> Iterator[str]:
         for rank in ranks[1:]:
             for first, other in zip_longest(joined[name, ranks[0]], joined[name, rank]):
                 if first is None or other is None or _alike(first[1]) != _alike(other[1]):
-                    yield f'Over "{name}", {_told(ranks[0], first)} meets {_told(rank, other)}'
+                    yield f'Over "{name}", {_named(ranks[0], first)} meets {_named(rank, other)}'
                     break
 
 
@@ -169,7 +169,7 @@ def _unlike_parts(records: Mapping[int, Record]) -> Iterator[str]:
             if (pair := next(unlike, None)) is not None:
                 giver, taker = pair
                 yield (
-                    f'Over "{name}", {_told(ranks[giver], steps[giver])} gives rank'
+                    f'Over "{name}", {_named(ranks[giver], steps[giver])} gives rank'
                     f" {ranks[taker]} {steps[giver][1].gives[taker]} rows, which takes"
                     f" {steps[taker][1].takes[giver]}"
                 )
@@ -181,7 +181,7 @@ def _alike(one: Operation) -> tuple[object, ...]:
     return one.kind, shape, bool(one.gives), one.dtype, one.peer
 
 
-def _told(rank: int, step: Step | None, what: str = "collective") -> str:
+def _named(rank: int, step: Step | None, what: str = "collective") -> str:
     return (
         f"rank {rank} with no {what}"
         if step is None
@@ -242,19 +242,19 @@ def _deadlock(records: Mapping[int, Record]) -> str | None:
 
 def _circle(waiting: Mapping[int, _Rank], members: Mapping[str, tuple[int, ...]]) -> str:
     """Describe the waits from one rank on until a rank recurs or has no operations left."""
-    told, rank = list[str](), min(waiting)
+    waits, rank = list[str](), min(waiting)
     seen: list[int] = []
     while rank in waiting and rank not in seen:
         seen.append(rank)
         index, one = waiting[rank].waits[0]
         rank, current = _awaited(rank, one, waiting, members), rank
-        told.append(
+        waits.append(
             f'rank {current} in operation {index}, {one}, over "{one.communicator}", for'
             f" rank {rank}"
         )
     end = "which waits in turn" if rank in waiting else f"and rank {rank} has nothing left to do"
     first = seen.index(rank) if rank in seen else 0
-    return f"Ranks wait for each other: {'; '.join(told[first:])}, {end}"
+    return f"Ranks wait for each other: {'; '.join(waits[first:])}, {end}"
 
 
 def _awaited(

@@ -190,22 +190,22 @@ def _checked_index(run: Run, profile: Profile) -> Index:
 
 def _host(folder: RunDir, name: str) -> dict[str, Any]:
     """Return the processes' measurements of the emulation itself."""
-    told = [
+    reports = [
         json.loads(path.read_text())
         for path in sorted(Path(folder.logs).glob(f"{name}-host-*.json"))
     ]
-    if not told:
+    if not reports:
         raise SpecError(
             "The processes of the rehearsal left no account of themselves",
             str(folder.logs),
             f"Rehearse again: {call('rehearse')}",
         )
-    late_ms = np.concatenate([one["late_ms"] for one in told])
-    operations = sum(one["operations"] for one in told)
+    late_ms = np.concatenate([one["late_ms"] for one in reports])
+    operations = sum(one["operations"] for one in reports)
     mean, p99, most = late_ms.mean(), np.quantile(late_ms, 0.99), late_ms.max()
     return {
         "late_ms": Late(mean=float(mean), p99=float(p99), max=float(most)),
         "operations_emulated": operations,
-        "peak_mib": sum(one["peak_mib"] for one in told),
-        "cpu_ms_per_operation": 1e3 * sum(one["cpu_s"] for one in told) / max(1, operations),
+        "peak_mib": sum(one["peak_mib"] for one in reports),
+        "cpu_ms_per_operation": 1e3 * sum(one["cpu_s"] for one in reports) / max(1, operations),
     }

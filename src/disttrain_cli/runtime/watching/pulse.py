@@ -139,7 +139,7 @@ class Pulse:
             self._turn(self._ahead.popleft()[0])
         self._beat += 1
         step, operation, slot, module = self._now
-        told = self._own | {
+        record = self._own | {
             "beat": self._beat,
             "moves": self._moves,
             "step": step,
@@ -150,7 +150,7 @@ class Pulse:
         try:  # opened each time, for a shared file system to show it to all hosts
             descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o644)
             try:
-                os.pwrite(descriptor, json.dumps(told).ljust(RECORD_BYTES).encode(), 0)
+                os.pwrite(descriptor, json.dumps(record).ljust(RECORD_BYTES).encode(), 0)
             finally:
                 os.close(descriptor)
         except OSError as error:  # a full disk: the job may still continue

@@ -23,7 +23,7 @@ from disttrain_cli.analysis.watching.looking import look_once
 from disttrain_cli.api.presets import preset_text
 from disttrain_cli.data.index.sample_index import read_index
 from disttrain_cli.data.sample_data import write_sample_data
-from disttrain_cli.mitigation import looking_after
+from disttrain_cli.mitigation import replanning
 from disttrain_cli.mitigation.monitor import monitored
 from disttrain_cli.runtime import train as training
 from disttrain_cli.runtime.train import TrainResult
@@ -129,7 +129,7 @@ def test_a_device_that_stays_slow_is_left_out_and_training_goes_on(
     run = planned(profiled, tmp_path, cores=64)
     monkeypatch.setattr(training, "TRAIN", "tests.mitigation.slow_device:main")
     monkeypatch.setattr(
-        looking_after,
+        replanning,
         "monitored",
         lambda root, note, on_row, *when: monitored(root, note, on_row, 0.0, 0.0),
     )
