@@ -10,6 +10,7 @@ import yaml
 
 from disttrain_cli.data.indexing.building import build_index
 from disttrain_cli.models.graph import describe, layer_table
+from disttrain_cli.runtime.hooks import Step
 from disttrain_cli.spec.plan import Layout, Plan, Prediction, Search, UnitPlan
 from disttrain_cli.spec.profile import Fingerprints, Profile
 from disttrain_cli.spec.runfile import Run, read_run
@@ -323,3 +324,9 @@ def make_job(folder: Path, data: Path, **changes: Any) -> tuple[Run, Plan, Profi
             update={"inputs": describe(run), "device": device, "fingerprints": fingerprints}
         ),
     )
+
+
+def step_of(number: int, *, last: bool = False, **known: Any) -> Step:
+    """A step as hooks see it, without an order."""
+    order: Any = None
+    return Step(number, order, last, updated=True, largest={}, start_ns=0, **known)

@@ -100,18 +100,13 @@ def test_losses_are_those_of_a_forward_pass_and_the_same_every_time(tmp_path: Pa
     layout = plan_of(run, [unit("all", list(dict.fromkeys(modules)), [len(modules)])], 3).plan
     place = stage_graph(layout, "llm").coords(0)
     assert isinstance(place, RankCoords)
+    engine.layout, engine.coords = layout, place
     evaluation = Evaluation(
-        run,
-        EvaluationSpec(every_steps=3, sequences=SEQUENCES),
-        layout,
-        index,
-        place,
-        fields_of(run),
-        torch.float32,
+        engine, run, EvaluationSpec(every_steps=3, sequences=SEQUENCES), index, fields_of(run)
     )
     assert [step for step in range(9) if evaluation.due(step)] == [2, 5, 8]
     with alone(tmp_path):
-        first, again = evaluation.losses(engine), evaluation.losses(engine)
+        first, again = evaluation.losses(), evaluation.losses()
     assert first == again and engine.rows == ["evaluation"] * 2
     text, image = mean_losses(run, engine.layers, index)
     assert first["evaluation_loss_text"] == pytest.approx(text, rel=1e-5)
@@ -139,7 +134,8 @@ def test_evaluations_take_a_stated_share_of_a_run(
     assert schedule(asked, steps, 6, sequences) == (5, 3)
     evaluation = Evaluation.__new__(Evaluation)
     evaluation._steps, evaluation._every, evaluation._batches = steps, every, batches
-    evaluation._layout = SimpleNamespace(global_batch_size=6)  # type: ignore[assignment]
+    engine: Any = SimpleNamespace(layout=SimpleNamespace(global_batch_size=6))
+    evaluation._engine = engine
     none = "No evaluation in 5 steps: the first is due after 15"
     assert evaluation.plan.startswith(none if steps == 5 else "Evaluating ")
 

@@ -7,21 +7,18 @@ that every layout computes the same losses.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from disttrain_cli.data.index.sample_index import Index, held_out
 from disttrain_cli.data.loader import Loader
 from disttrain_cli.data.ordering.orders import Orders
-from disttrain_cli.runtime.feeding import fetcher
+from disttrain_cli.runtime.feeding import fetcher, message_dtype
+from disttrain_cli.runtime.hooks import Hook, Step
 from disttrain_cli.runtime.units.routes import place_of
-from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.runfile import Run
 from disttrain_cli.spec.runfile.model import LossWeights
 from disttrain_cli.spec.runfile.train import EvaluationSpec
-from disttrain_cli.spec.stage_graph import RankCoords
 
 if TYPE_CHECKING:
     from disttrain_cli.runtime.engine.engine import UnitEngine
@@ -60,7 +57,7 @@ def schedule(spec: EvaluationSpec, steps: int, batch: int, sequences: float) -> 
     return spec.every_steps, batches
 
 
-class Evaluation:
+class Evaluation(Hook):
     """Evaluation of this rank's part of the model, together with all other ranks.
 
     Args:
@@ -72,21 +69,18 @@ class Evaluation:
 
     def __init__(
         self,
+        engine: UnitEngine,
         run: Run,
         spec: EvaluationSpec,
-        layout: Layout,
         index: Index,
-        coords: RankCoords,
         fields: set[str],
-        dtype: torch.dtype,
         steps: int | None = None,
         before: Standing | None = None,
     ) -> None:
         # No ordering policy: its balance does not matter here, and its search takes time.
         train = run.file.train.model_copy(update={"ordering": "none"})
         self._run = run.model_copy(update={"file": run.file.model_copy(update={"train": train})})
-        self._layout, self._index, self._coords = layout, held_out(index), coords
-        self._fields, self._dtype = fields, dtype
+        self._engine, self._index, self._fields = engine, held_out(index), fields
         self.spec = spec
         kept = self._index.chosen
         assert kept is not None, "some are held out"
@@ -94,7 +88,7 @@ class Evaluation:
         self._every, self._batches = schedule(
             spec,
             self._steps,
-            layout.global_batch_size,
+            engine.layout.global_batch_size,
             int(self._index.lengths @ kept) / index.inputs.sequence_length,
         )
         self.standing = before or Standing()
@@ -108,10 +102,27 @@ class Evaluation:
                 f" {self._every:,} (train.evaluation.every_steps)"
             )
         share = self._batches * FORWARD / self._every
+        sequences = self._batches * self._engine.layout.global_batch_size
         return (
-            f"Evaluating {self._batches * self._layout.global_batch_size} held-out sequences every"
+            f"Evaluating {sequences} held-out sequences every"
             f" {self._every:,} steps: about {100 * share:.2g} % of the run"
         )
+
+    def ended(self, step: Step) -> None:
+        """Evaluate if it is due; request a checkpoint of the lowest loss, or the end."""
+        if self.due(step.number):
+            losses = self.losses()
+            best = self.take(step.number, losses["evaluation_loss"])
+            step.row |= losses
+            step.about["held_out_loss"] = losses["evaluation_loss"]
+            step.saves |= best and self.spec.keep_best
+        step.about["held_out"] = asdict(self.standing)
+        if self.stops and not step.last:
+            step.ends = (
+                f"Training ends after step {step.number + 1:,}: the held-out loss has not fallen in"
+                f" {self.standing.since} evaluations since step {self.standing.step:,};"
+                " train.evaluation.stop_after."
+            )
 
     def due(self, step: int) -> bool:
         """Return True if an evaluation follows a step."""
@@ -132,12 +143,13 @@ class Evaluation:
         """True if the loss has not fallen for `stop_after` evaluations."""
         return 0 < self.spec.stop_after <= self.standing.since
 
-    def losses(self, engine: UnitEngine) -> dict[str, Any]:
+    def losses(self) -> dict[str, Any]:
         """Return `evaluation_loss` and the other fields of `told`: means over tokens and images.
 
         Every rank calls this. It adds one `evaluation` row to the trace, outside the time of any
         step.
         """
+        engine, coords = self._engine, self._engine.coords
         tracer, begun = engine.tracer, engine.tracer.mark()
         tracer.begin("evaluation")
         weights = self._run.file.model.loss_weights
@@ -145,15 +157,16 @@ class Evaluation:
             dict.fromkeys(engine.loss_modules, 0.0),
             dict.fromkeys(engine.loss_modules, 0),
         )
-        orders = Orders(self._run.file, self._layout, self._index)
+        orders = Orders(self._run.file, engine.layout, self._index)
         with Loader(
             self._run,
             orders,
-            unit=self._coords.unit.name,
-            replica=self._coords.replica,
+            unit=coords.unit.name,
+            replica=coords.replica,
             fields=self._fields,
         ) as loader:
-            fetch_of = fetcher(loader, engine.device, self._dtype, place_of(self._coords))
+            dtype = message_dtype(self._run.file.train)
+            fetch_of = fetcher(loader, engine.device, dtype, place_of(coords))
             for number in range(self._batches):
                 order = loader.order(number)
                 for name, loss in engine.evaluate(order, fetch_of(order)).items():

@@ -11,8 +11,7 @@ initial weights, if any.
 from __future__ import annotations
 
 import json
-import os
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,13 +28,12 @@ from disttrain_cli.data.preparing import reads_files
 from disttrain_cli.errors import MismatchError
 from disttrain_cli.models.graph import describe as model_inputs
 from disttrain_cli.models.graph import layer_table
-from disttrain_cli.runtime.checkpoints import checkpoint, origin
+from disttrain_cli.runtime.checkpoints import origin
 from disttrain_cli.runtime.checkpoints.averaging import Average
 from disttrain_cli.runtime.checkpoints.folder import (
     begun,
     describe,
     latest,
-    made_from,
     step_of,
 )
 from disttrain_cli.runtime.engine.assemble import build_engine
@@ -46,23 +44,21 @@ from disttrain_cli.runtime.launching.ending import told_at_once
 from disttrain_cli.runtime.launching.groups import check_groups
 from disttrain_cli.runtime.launching.join import Joined, join
 from disttrain_cli.runtime.launching.meeting import wait_until_built
-from disttrain_cli.runtime.steps import Task, peak_gib, publish, run_steps
+from disttrain_cli.runtime.resources import peak_gib
+from disttrain_cli.runtime.steps import first_step, run_task
+from disttrain_cli.runtime.task import Task, publish
 from disttrain_cli.runtime.units.grid import UnitGrid
 from disttrain_cli.runtime.units.routes import place_of
 from disttrain_cli.runtime.watching.device_clock import DeviceClock
 from disttrain_cli.runtime.watching.judged import Judged
-from disttrain_cli.runtime.watching.lines import Narration
 from disttrain_cli.runtime.watching.profiles import StepProfiler
 from disttrain_cli.runtime.watching.tracing import Tracer, wall_clock
-from disttrain_cli.runtime.watching.trackers import NewSamples, figures_of, trackers_of
-from disttrain_cli.runtime.watching.watch import Watch
+from disttrain_cli.runtime.watching.trackers import NewSamples, Tracking, figures_of, trackers_of
+from disttrain_cli.runtime.watching.watch import StopRequests
 from disttrain_cli.spec.inputs import ModelInputs
-from disttrain_cli.spec.plan import Layout
-from disttrain_cli.spec.profile import Profile
-from disttrain_cli.spec.rundir import stop_file, stopped_file, verdicts_file
-from disttrain_cli.spec.runfile import Run, read_run
+from disttrain_cli.spec.rundir import stop_file, verdicts_file
+from disttrain_cli.spec.runfile import read_run
 from disttrain_cli.spec.stage_graph import RankCoords
-from disttrain_cli.spec.whole import write_whole
 
 
 def before_fork(payload: dict[str, Any]) -> list[str]:
@@ -93,42 +89,21 @@ def main(payload: dict[str, Any]) -> None:
     """Train until `payload["steps"]`."""
     with ExitStack() as stack, told_at_once():
         job = join(payload, stack)
-        run, coords, told = job.run, job.coords, job.told
-        rank0, reports = coords.rank == 0, Path(told["steps_file"])
+        run, coords = job.run, job.coords
+        task, rank0 = Task.of(payload, job.start, run, job.plan, job.profile), coords.rank == 0
         layers = layer_table(run)[coords.stage.layers.start : coords.stage.layers.stop]
         fields = fields_of(layers, coords.unit)
 
-        # Without `launch`, no process reads the reports.
-        narration = (
-            Narration(payload["console"], int(payload["steps"])) if "console" in payload else None
-        )
-
-        def say(text: str) -> None:
-            if narration is not None:
-                narration.say(text)
-            with suppress(OSError):  # a full disk
-                print(text, flush=True)
-            publish(reports, {"note": text, "done": 0, "total": 0})
-
-        newest = latest(run.dir.checkpoints) if told["resume"] else None
-        watch = Watch(
-            trackers_of(run, step_of(newest) if newest else None, say) if rank0 else (),
-            stop_file(Path(payload["logs"])) if rank0 else None,
-            narration if rank0 else None,
-            Judged(verdicts_file(Path(payload["logs"]))) if rank0 else None,
-            figures_of(job.plan),
-            NewSamples(run.dir.images) if run.file.samples.during else None,
-        )
-        stack.callback(watch.close)
+        stops = StopRequests(stop_file(task.dir.logs) if rank0 else None)
         if rank0:
             _remove_orders(job)
         now = wall_clock()
         tracer = Tracer(
-            run.dir.traces,
-            told["name"],
+            task.dir.traces,
+            task.name,
             coords,
             now,
-            say,
+            task.say,
             DeviceClock(now) if job.device.type == "cuda" else None,
             run.file.train.keep_trace_steps,
             job.graph.world_size,
@@ -137,10 +112,10 @@ def main(payload: dict[str, Any]) -> None:
         stack.callback(tracer.close)
         start = (
             None
-            if told["resume"] or "from" not in payload
+            if task.resume or "from" not in payload
             else origin.where(Path(payload["from"]), run.dir.root)
         )
-        for note in origin.starts(run, start, told["resume"]) if rank0 else ():
+        for note in origin.starts(run, start, task.resume) if rank0 else ():
             print(note)
         idle_gib = peak_gib(job.device)
         tracer.begin("preflight")
@@ -162,85 +137,60 @@ def main(payload: dict[str, Any]) -> None:
         if start is not None:
             origin.start_from(start, engine, run)
         average = Average(engine, run.file.train.ema) if run.file.train.ema else None
-        first = (
-            checkpoint.resume(
-                run.dir.checkpoints,
-                made_from(run, job.profile),
-                engine,
-                average,
-            )
-            if told["resume"]
-            else 0
-        )
-        spec = run.file.train.evaluated
+        newest = latest(task.dir.checkpoints) if task.resume else None
+        first, spec = first_step(task, engine, average), run.file.train.evaluated
         evaluation = (
             Evaluation(
+                engine,
                 run,
                 spec,
-                job.plan.plan,
                 job.index,
-                coords,
                 fields,
-                message_dtype(run.file.train),
-                int(payload["steps"]),
+                task.steps,
                 Standing(**describe(newest).get("held_out", {})) if newest else None,
             )
             if spec and job.index.held_count
             else None
         )
         if rank0 and evaluation is not None:
-            say(evaluation.plan)
-        loader = stack.enter_context(
-            open_loader(run, job.plan.plan, job.profile, job.index, coords, fields, first, reports)
-        )
+            task.say(evaluation.plan)
+        loader = stack.enter_context(open_loader(task, job.index, coords, fields, first))
         profiler = (
             StepProfiler(
                 range(*payload["profile_steps"]),
-                run.dir.traces,
-                told["name"],
+                task.dir.traces,
+                task.name,
                 tracer,
                 coords.rank,
                 job.device,
-                say,
+                task.say,
             )
             if payload.get("profile_steps")
             else None
         )
-        if profiler is not None:
-            stack.callback(profiler.close)
-        stopped = run_steps(
-            run,
-            job.plan.plan,
-            job.profile,
-            Task(
-                run.dir,
-                told["name"],
-                first,
-                int(payload["steps"]),
-                reports,
-                watch,
-                average,
-                evaluation,
-                profiler,
-                say,
-                idle_gib,
-                next(
-                    (
-                        stage.reserve_gib
-                        for stage in job.plan.predicted.memory
-                        if (stage.unit, stage.stage) == (coords.unit.name, coords.stage.index)
-                    ),
-                    0.0,
-                ),
-            ),
+        tracking = (
+            Tracking(
+                trackers_of(run, step_of(newest) if newest else None, task.say),
+                figures_of(job.plan),
+                Judged(verdicts_file(task.dir.logs)),
+                NewSamples(task.dir.images) if run.file.samples.during else None,
+            )
+            if rank0 and run.file.train.track
+            else None
+        )
+        run_task(
+            task,
+            first,
             engine,
             loader,
             fetcher(loader, job.device, message_dtype(run.file.train), place_of(coords)),
+            stops,
+            [profiler, evaluation, tracking],
+            average,
+            idle_gib,
         )
-        if stopped and os.environ["LOCAL_RANK"] == "0":  # every host's script may read it
-            write_whole(stopped_file(Path(payload["logs"])), stopped)
         if loader.skipped:
-            Path(payload["logs"], f"skipped-rank-{coords.rank:05d}.json").write_text(
+            Path(task.dir.logs, f"skipped-rank-{coords.rank:05d}.json").write_text(
                 json.dumps([[f"{s.shard}/{s.key}", s.reason] for s in loader.skipped])
             )
 
@@ -273,7 +223,7 @@ def preflight(payload: dict[str, Any]) -> None:
         if job.coords.rank == 0:
             took = ", ".join(f"{name} {1e3 * seconds:.0f} ms" for name, seconds in took_s.items())
             publish(
-                Path(job.told["steps_file"]),
+                Path(job.start["steps_file"]),
                 {
                     "note": f"rank 0's groups over {dist.get_backend()}: {took}",
                     "done": 0,
@@ -284,20 +234,14 @@ def preflight(payload: dict[str, Any]) -> None:
 
 
 def open_loader(
-    run: Run,
-    layout: Layout,
-    profile: Profile,
-    index: Index,
-    coords: RankCoords,
-    fields: set[str],
-    first: int,
-    reports: Path,
+    task: Task, index: Index, coords: RankCoords, fields: set[str], first: int
 ) -> Loader:
     """Return a rank's loader over the run file's workers, or over its own threads.
 
     A stage that reads no file needs no worker, except for an ordering policy with a search. The
     reasons why workers make a rank wait are reported.
     """
+    run, layout, profile = task.run, task.plan.plan, task.profile
     known: dict[str, Any] = {
         "unit": coords.unit.name,
         "replica": coords.replica,
@@ -311,7 +255,7 @@ def open_loader(
 
     def say(what: str, done: float, total: int) -> None:
         _log(what, done, total)
-        publish(reports, {"note": what, "done": done, "total": total})
+        publish(task.reports, {"note": what, "done": done, "total": total})
 
     workers = Workers(run, layout, index, profile, say)
     orders = (

@@ -179,6 +179,14 @@ EXPERT_COLUMNS: dict[str, str] = {
     "rows": "list<int64>",
 }
 
+#: Rank 0's tables next to the ranks' traces: columns by the name of the folder.
+TABLES = {
+    "steps": STEP_COLUMNS,
+    "sizes": SIZE_COLUMNS,
+    "samples": SAMPLE_COLUMNS,
+    "experts": EXPERT_COLUMNS,
+}
+
 
 def throttle_reasons(bits: int) -> list[str]:
     """Return the reasons of the column `throttle` in words, each once."""

@@ -75,7 +75,7 @@ def _train(case: dict[str, Any], device: torch.device) -> None:
     spec = run.file.train
     assert spec.ema and spec.evaluation
     average = Average(engine, spec.ema)
-    evaluation = Evaluation(run, spec.evaluation, plan.plan, index, place, fields, dtype)
+    evaluation = Evaluation(engine, run, spec.evaluation, index, fields)
     first, history = 0, []
     if case["load"]:
         first = checkpoint.load(Path(case["load"]), MADE_FROM, engine, average)
@@ -103,7 +103,7 @@ def _train(case: dict[str, Any], device: torch.device) -> None:
                     losses["loss_text"],
                     losses["loss_image"],
                     engine.grad_norm(),
-                    *evaluation.losses(engine).values(),
+                    *evaluation.losses().values(),
                 ]
             )
             if step + 1 in case["save"]:

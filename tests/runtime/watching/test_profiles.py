@@ -16,6 +16,7 @@ from disttrain_cli.runtime.watching.tracing import Tracer, wall_clock
 from disttrain_cli.spec.plan import Layout, UnitPlan
 from disttrain_cli.spec.stage_graph import RankCoords, stage_graph
 from disttrain_cli.spec.trace import profile_file, read_mark
+from tests.runtime.factory import step_of
 
 
 def place() -> RankCoords:
@@ -40,7 +41,7 @@ def run(folder: Path, steps: range, wanted: range) -> tuple[StepProfiler, list[s
         tracer.begin("forward", 0, "llm")
         torch.ones(64, 64) @ torch.ones(64, 64)
         tracer.record("forward", start, slot=0, module="llm")
-        profiler.end(step)
+        profiler.ended(step_of(step))
     profiler.close()
     tracer.close()
     return profiler, told

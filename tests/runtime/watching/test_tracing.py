@@ -15,11 +15,11 @@ import torch
 from disttrain_cli.analysis.analyze import ask
 from disttrain_cli.analysis.job.database import open_database
 from disttrain_cli.errors import DataError
-from disttrain_cli.runtime.steps import of_device
+from disttrain_cli.runtime.resources import of_device
 from disttrain_cli.runtime.watching import tracing
-from disttrain_cli.runtime.watching.tracing import Tracer, size_writer, step_writer
+from disttrain_cli.runtime.watching.tracing import SegmentWriter, Tracer
 from disttrain_cli.spec.stage_graph import RankCoords
-from disttrain_cli.spec.trace import segments_of
+from disttrain_cli.spec.trace import TABLES, segments_of
 from tests.runtime.watching.test_hang import graph_of
 
 STEP = {
@@ -38,7 +38,9 @@ def record(folder: Path, rank: int, steps: int, ending: str = "") -> None:
     closed."""
     stage = graph_of().stages[rank]
     tracer = Tracer(folder, "start-000", RankCoords(rank, stage, 0), lambda: 0, pytest.fail)
-    reports, sizes = step_writer(folder, "start-000"), size_writer(folder, "start-000")
+    reports, sizes = (
+        SegmentWriter(folder / name, TABLES[name], "start-000") for name in ("steps", "sizes")
+    )
     for step in range(steps):
         tracer.step = step
         for slot in range(2):

@@ -17,22 +17,21 @@ from PIL import Image
 from disttrain_cli.errors import RankFailedError, RankLostError, Terminated
 from disttrain_cli.runtime.launching import supervise
 from disttrain_cli.runtime.launching.starts import Reports, move_aside
-from disttrain_cli.runtime.watching import watch as watch_module
 from disttrain_cli.runtime.watching.judged import Judged
 from disttrain_cli.runtime.watching.trackers import (
     NewSamples,
     Tracker,
+    Tracking,
     figures,
     figures_of,
     sampled,
     trackers_of,
 )
-from disttrain_cli.runtime.watching.watch import Watch
 from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.progress import silent
 from disttrain_cli.spec.rundir import RunDir, stop_file, stopped_file
 from disttrain_cli.spec.samples import FILE, Answer, Drawn, Judge, Samples, Written
-from tests.runtime.factory import plan_of, unit, write_run
+from tests.runtime.factory import plan_of, step_of, unit, write_run
 from tests.runtime.watching.test_hang import layout_of
 
 ROW = {
@@ -49,11 +48,11 @@ ROW = {
 LISTENS = """
 import sys
 from pathlib import Path
-from disttrain_cli.runtime.watching.watch import Watch
-watch = Watch((), Path(sys.argv[1]))
-print(watch.stop_reason() or "ready", flush=True)
+from disttrain_cli.runtime.watching.watch import StopRequests
+requests = StopRequests(Path(sys.argv[1]))
+print(requests.reason() or "ready", flush=True)
 for line in sys.stdin:
-    print(watch.stop_reason() or "not asked", flush=True)
+    print(requests.reason() or "not asked", flush=True)
 """
 
 
@@ -426,21 +425,22 @@ def test_tensorboard_draws_a_training_as_one_curve_and_a_restarted_one_as_anothe
     assert curve(run.dir.tensorboard) == [(0, 2.0), (1, 2.0)]
 
 
-def test_samples_of_a_start_reach_trackers_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ignored = SimpleNamespace(signal=lambda *_: None, set_wakeup_fd=lambda *_: None)
-    monkeypatch.setattr(watch_module, "signal", ignored)  # this process stays as it is
+def test_samples_of_a_start_reach_trackers_once(tmp_path: Path) -> None:
     drawn_samples(tmp_path / "step-000001")
     taken: list[tuple[int, dict[str, object]]] = []
     tracker = SimpleNamespace(
         write=lambda step, values: taken.append((step, dict(values))), close=lambda: None
     )
-    watch = Watch([tracker], new_samples=NewSamples(tmp_path))  # type: ignore[list-item]
-    watch.step(ROW)
+    tracking = Tracking(
+        [tracker],  # type: ignore[list-item]
+        {},
+        Judged(tmp_path / "verdicts.jsonl"),
+        NewSamples(tmp_path),
+    )
+    tracking.reported(step_of(3, row=ROW))
     drawn_samples(tmp_path / "step-000002")
     for step in (4, 5):
-        watch.step(ROW | {"step": step})
+        tracking.reported(step_of(step, row=ROW | {"step": step}))
     assert [step for step, _ in taken] == [3, 4, 1, 5] and "samples/read" in taken[2][1]
 
 

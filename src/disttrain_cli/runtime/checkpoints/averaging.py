@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from disttrain_cli.runtime.checkpoints.owning import Part, parts_of, weights
+from disttrain_cli.runtime.hooks import Hook, Step
 
 if TYPE_CHECKING:
     from disttrain_cli.runtime.engine.engine import UnitEngine
     from disttrain_cli.spec.runfile.train import EmaSpec
 
 
-class Average:
+class Average(Hook):
     """This rank's part of the averages of some modules' weights; starts at the current weights."""
 
     def __init__(self, engine: UnitEngine, spec: EmaSpec) -> None:
@@ -33,8 +34,13 @@ class Average:
         for part, average in self.values():
             average.copy_(weights(part))
 
+    def stepped(self, step: Step) -> None:
+        """Move the averages towards the weights, unless the step was skipped."""
+        if step.updated:
+            self.update()
+
     def update(self) -> None:
-        """Move the averages towards the weights after a step."""
+        """Move the averages towards the weights."""
         if self._values:
             torch._foreach_lerp_(
                 self._values, [weights(part).float() for part in self._parts], 1.0 - self._decay

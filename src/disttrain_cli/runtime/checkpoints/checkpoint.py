@@ -50,6 +50,7 @@ from disttrain_cli.runtime.checkpoints.storage import (
     damaged,
     read_metadata,
 )
+from disttrain_cli.runtime.hooks import Hook, Step
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
@@ -60,13 +61,14 @@ if TYPE_CHECKING:
 __all__ = ["Opened", "Saver", "load", "named_parameters", "read_tensors", "resume", "save"]
 
 
-class Saver:
+class Saver(Hook):
     """Asynchronous writer of checkpoints, one at a time; every rank saves at the same steps.
 
     Args:
         about: description of the run for the checkpoints (`folder.recorded`).
         keep: number of newest sound checkpoints to retain (`folder.superseded`).
         keep_best: also retain the checkpoint with the lowest held-out loss.
+        every: steps between checkpoints; 0: only those that other hooks request, and the last one.
     """
 
     def __init__(
@@ -77,9 +79,10 @@ class Saver:
         keep: int,
         average: Average | None = None,
         keep_best: bool = False,
+        every: int = 0,
     ) -> None:
         self._checkpoints, self._about, self._keep = checkpoints, dict(about), keep
-        self._keep_best = keep_best
+        self._keep_best, self._every = keep_best, every
         self._engine, self._average = engine, average
         # separate, so that the thread's messages are never matched with those of training
         self._group = dist.new_group(backend="gloo")
@@ -89,6 +92,25 @@ class Saver:
         if dist.get_rank() == 0:
             remove_leftovers(checkpoints)
         dist.barrier(self._group)
+
+    def ended(self, step: Step) -> None:
+        step.saves |= self._every > 0 and (step.number + 1) % self._every == 0
+
+    def reported(self, step: Step) -> None:
+        """Save, if a hook or the end of training requests it.
+
+        Raises:
+            DisttrainError: an earlier checkpoint could not be written.
+        """
+        if self._writing is not None and self._writing.done():
+            self.wait()
+        if step.saves:
+            tracer = self._engine.tracer
+            begun = tracer.mark()
+            tracer.begin("checkpoint")
+            self.save(step.number + 1, step.updated, step.about)
+            tracer.anchor()
+            tracer.record("checkpoint", begun)
 
     def save(
         self, step: int, sound: bool = True, held_out: Mapping[str, Any] | None = None
@@ -111,11 +133,6 @@ class Saver:
         }
         self._writing = self._thread.submit(self._write, step, about, pieces)
 
-    def check(self) -> None:
-        """Raise the error of a finished write, if there is one, without blocking."""
-        if self._writing is not None and self._writing.done():
-            self.wait()
-
     def wait(self) -> None:
         """Wait until the checkpoint is complete under its final name.
 
@@ -125,9 +142,6 @@ class Saver:
         if self._writing is not None:
             writing, self._writing = self._writing, None
             writing.result()
-
-    def __enter__(self) -> Saver:
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: Any

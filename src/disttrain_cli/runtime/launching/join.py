@@ -63,7 +63,7 @@ class Joined:
     coords: RankCoords
     device: torch.device
     pulse: Pulse
-    told: dict[str, Any]  # decided by rank 0: name, resume and steps_file of this start
+    start: dict[str, Any]  # decided by rank 0: name, resume and steps_file
     store: dist.Store  # of the rendezvous
 
 
@@ -123,7 +123,7 @@ def join(payload: dict[str, Any], stack: ExitStack) -> Joined:
         check_devices([(guest.host, guest.device) for guest in guests])
         return _start_of(payload)
 
-    told = meet(
+    start = meet(
         store,
         coords.rank,
         graph.world_size,
@@ -137,7 +137,7 @@ def join(payload: dict[str, Any], stack: ExitStack) -> Joined:
         _watch_for_hangs(run, Path(payload["logs"]), graph)
     stack.enter_context(joined(device, train.timeout_s, store=store))
     return Joined(
-        with_workers(run), plan, profile, index, graph, coords, device, pulse, told, store
+        with_workers(run), plan, profile, index, graph, coords, device, pulse, start, store
     )
 
 

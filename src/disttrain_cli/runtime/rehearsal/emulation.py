@@ -105,7 +105,6 @@ class EmulatedCluster:
         return {
             "run": self.run.source,
             "plan": start.plan.model_dump(mode="json"),
-            "folder": str(self.run.dir.rehearsal.root),
             "profile": self.profile.model_dump(mode="json"),
             "shares": start.setting.shares,
             "assignments": {

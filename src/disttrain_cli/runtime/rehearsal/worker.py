@@ -28,8 +28,6 @@ from disttrain_cli.data.slots import Assignment, StepOrder
 from disttrain_cli.models.graph import LayerInfo, layer_table
 from disttrain_cli.models.group import Group
 from disttrain_cli.models.layer import Batch
-from disttrain_cli.runtime.checkpoints import checkpoint
-from disttrain_cli.runtime.checkpoints.folder import made_from
 from disttrain_cli.runtime.engine.assemble import brokers, engine_parts, live_at
 from disttrain_cli.runtime.engine.stage import StageRunner, build_segments
 from disttrain_cli.runtime.feeding import message_dtype
@@ -40,15 +38,16 @@ from disttrain_cli.runtime.rehearsal.feeding import Feeder, rehearsed_index
 from disttrain_cli.runtime.rehearsal.joining import joined_layout, ranks_of
 from disttrain_cli.runtime.rehearsal.layers import EmulatedLayer, EmulatedModule, message_specs
 from disttrain_cli.runtime.rehearsal.transfers import EmulatedBroker
-from disttrain_cli.runtime.steps import Task, publish, run_steps
+from disttrain_cli.runtime.steps import first_step, run_task
+from disttrain_cli.runtime.task import Task
 from disttrain_cli.runtime.units.broker import Broker, Brokers, together
 from disttrain_cli.runtime.units.grid import UnitGrid
 from disttrain_cli.runtime.watching.tracing import Tracer
-from disttrain_cli.runtime.watching.watch import Watch
+from disttrain_cli.runtime.watching.watch import StopRequests
 from disttrain_cli.simulation.faults import begun, slowdown, waited
 from disttrain_cli.spec.plan import Layout, Plan
 from disttrain_cli.spec.profile import Profile
-from disttrain_cli.spec.rundir import RunDir, stop_file, stopped_file
+from disttrain_cli.spec.rundir import stop_file
 from disttrain_cli.spec.runfile import Run, read_run
 from disttrain_cli.spec.runfile.rehearse import FaultSpec
 from disttrain_cli.spec.stage_graph import RankCoords, Stage, cuts_of, stage_graph
@@ -63,11 +62,9 @@ def before_fork(payload: dict[str, Any]) -> None:
 def main(payload: dict[str, Any]) -> None:
     """Rehearse until `payload["steps"]`."""
     run = with_faults(read_run(*payload["run"]), payload["faults"])
-    layout, profile = (
-        Plan.model_validate(payload["plan"]).plan,
-        Profile.model_validate(payload["profile"]),
-    )
-    table, shares, folder = layer_table(run), payload["shares"], RunDir(Path(payload["folder"]))
+    plan, profile = Plan.model_validate(payload["plan"]), Profile.model_validate(payload["profile"])
+    task, layout = Task.of(payload, payload, run, plan, profile), plan.plan
+    table, shares = layer_table(run), payload["shares"]
     graph = stage_graph(joined_layout(layout, shares), profile.inputs.llm)
     coords = graph.coords(int(os.environ["RANK"]))
     stages = stages_of(profile, layout)
@@ -93,22 +90,17 @@ def main(payload: dict[str, Any]) -> None:
             clock,
         )
         whole = stage_graph(layout, profile.inputs.llm)
-        reports = Path(payload["steps_file"])
-
-        def say(text: str) -> None:
-            publish(reports, {"note": text, "done": 0, "total": 0})
-
         recorded, waits = recorded_ranks(
             whole.stages[coords.stage.number], feeder.replicas, run.file.rehearse.faults
         )
         tracer = NodeTracer(
             [
                 Tracer(
-                    folder.traces,
-                    payload["name"],
+                    task.dir.traces,
+                    task.name,
                     replace(rank, stage=coords.stage),
                     cluster_clock(clock, payload["began_ns"]),
-                    say,
+                    task.say,
                     kept_steps=run.file.train.keep_trace_steps,
                     ranks=whole.world_size,
                 )
@@ -144,17 +136,8 @@ def main(payload: dict[str, Any]) -> None:
             messages.of([coords.stage.number]) if layout.overlap else None
             for messages in hidden(profile, layout, stages, payload["gpus_per_node"])
         )
-        first = (
-            checkpoint.resume(
-                folder.checkpoints,
-                made_from(run, profile),
-                engine,
-            )
-            if payload["resume"]
-            else 0
-        )
+        first = first_step(task, engine)
         cpu_s = time.process_time()
-
         dies = payload["dies"].get(str(coords.rank))
 
         def fetch_of(order: StepOrder) -> Callable[[int], Batch]:
@@ -162,20 +145,10 @@ def main(payload: dict[str, Any]) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             return lambda slot: feeder.fetch(order.step, slot)
 
-        watch = Watch(stop_file=stop_file(folder.logs)) if coords.rank == 0 else None
-        stopped = run_steps(
-            run,
-            layout,
-            profile,
-            Task(folder, payload["name"], first, int(payload["steps"]), reports, watch, say=say),
-            engine,
-            feeder,
-            fetch_of,
-        )
-        if stopped and coords.rank == 0:
-            write_whole(stopped_file(folder.logs), stopped)
+        stops = StopRequests(stop_file(task.dir.logs) if coords.rank == 0 else None)
+        run_task(task, first, engine, feeder, fetch_of, stops)
         _tell(
-            folder.logs / f"{payload['name']}-host-{coords.rank:05d}.json",
+            task.dir.logs / f"{task.name}-host-{coords.rank:05d}.json",
             clock,
             time.process_time() - cpu_s,
         )

@@ -7,6 +7,8 @@ import time
 from contextlib import suppress
 from typing import Any
 
+from disttrain_cli.runtime.hooks import Hook, Step
+
 LINE_EVERY_S = 5.0
 #: Optional values of a step, and their format in a line.
 FIGURES = {
@@ -85,16 +87,16 @@ class StepLines:
         )
 
 
-class Narration:
+class Narration(Hook):
     """Writer of step lines and notes to an open file of the terminal or job log."""
 
     def __init__(self, descriptor: int, total: int) -> None:
         self._descriptor, self._total = descriptor, total
         self._lines, self._said_s = StepLines(), -LINE_EVERY_S
 
-    def step(self, row: dict[str, Any]) -> None:
+    def reported(self, step: Step) -> None:
         """Write a step's line if it is the first, the last, or due (`LINE_EVERY_S`)."""
-        line, done = self._lines.of(reported(row)), row["step"] + 1
+        line, done = self._lines.of(reported(step.row)), step.number + 1
         if done == self._total or time.monotonic() - self._said_s >= LINE_EVERY_S:
             self._said_s = time.monotonic()
             self.say(f"training  {line}  {done}/{self._total}")

@@ -12,17 +12,19 @@ import gzip
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from disttrain_cli.runtime.hooks import Hook, Step
 from disttrain_cli.runtime.watching.marks import Marks
 from disttrain_cli.runtime.watching.tracing import Tracer
 from disttrain_cli.spec.trace import profile_file
 
 
-class StepProfiler:
-    """Profiler of one range of steps: `begin` and `end` are called around every step."""
+class StepProfiler(Hook):
+    """Profiler of one range of steps."""
 
     def __init__(
         self,
@@ -60,13 +62,16 @@ class StepProfiler:
         except Exception as error:  # training continues without a profile
             self._give_up(error)
 
-    def end(self, step: int) -> None:
+    def ended(self, step: Step) -> None:
         """End a step, and write the file after the range's last one."""
         if self._tracer.marks is not None:
             self._tracer.marks.close()
             self._tracer.marks = None
-        if step + 1 not in self._steps:
+        if step.number + 1 not in self._steps:
             self.close()
+
+    def __exit__(self, *error: Any) -> None:
+        self.close()
 
     def close(self) -> None:
         """Write the recorded steps, if any."""

@@ -19,11 +19,7 @@ from disttrain_cli.errors import SpecError
 from disttrain_cli.runtime.watching.pulse import Pulse
 from disttrain_cli.spec.stage_graph import RankCoords
 from disttrain_cli.spec.trace import (
-    EXPERT_COLUMNS,
     OPEN_SEGMENT,
-    SAMPLE_COLUMNS,
-    SIZE_COLUMNS,
-    STEP_COLUMNS,
     TRACE_COLUMNS,
     arrow_schema,
 )
@@ -336,38 +332,3 @@ def wall_clock() -> Callable[[], int]:
     """Return the host's clock: ns since 1970, by a counter that never goes backwards."""
     offset = time.time_ns() - time.perf_counter_ns()
     return lambda: time.perf_counter_ns() + offset
-
-
-def step_writer(folder: Path, run: str, say: Callable[[str], None] = print) -> SegmentWriter:
-    """Return the writer of the per-step rows (rank 0), which are never deleted."""
-    return SegmentWriter(folder / "steps", STEP_COLUMNS, run, say)
-
-
-def size_writer(
-    folder: Path,
-    run: str,
-    say: Callable[[str], None] = print,
-    kept_steps: int | None = None,
-) -> SegmentWriter:
-    """Return the writer of the sizes of a few sequences of every step (rank 0)."""
-    return SegmentWriter(folder / "sizes", SIZE_COLUMNS, run, say, kept_steps)
-
-
-def sample_writer(
-    folder: Path,
-    run: str,
-    say: Callable[[str], None] = print,
-    kept_steps: int | None = None,
-) -> SegmentWriter:
-    """Return the writer of the contents of every slot (rank 0)."""
-    return SegmentWriter(folder / "samples", SAMPLE_COLUMNS, run, say, kept_steps)
-
-
-def expert_writer(
-    folder: Path,
-    run: str,
-    say: Callable[[str], None] = print,
-    kept_steps: int | None = None,
-) -> SegmentWriter:
-    """Return the writer of the rows by expert of every step (rank 0)."""
-    return SegmentWriter(folder / "experts", EXPERT_COLUMNS, run, say, kept_steps)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from disttrain_cli.data.sources.samples import printable
+from disttrain_cli.runtime.hooks import Hook, Step
+from disttrain_cli.runtime.watching.judged import Judged
 from disttrain_cli.spec.extras import install_command
 from disttrain_cli.spec.plan import Plan
 from disttrain_cli.spec.runfile import Run
@@ -164,6 +167,37 @@ class NewSamples:
             for file in new
             if (samples := read_samples(file.parent)) is not None
         ]
+
+
+class Tracking(Hook):
+    """Trackers of a job, on rank 0: metrics of every step, verdicts, the plan, new samples."""
+
+    def __init__(
+        self,
+        trackers: Sequence[Tracker],
+        planned: Mapping[str, float],
+        judged: Judged,
+        new_samples: NewSamples | None,
+    ) -> None:
+        self._trackers, self._planned = trackers, planned
+        self._judged, self._new_samples = judged, new_samples
+
+    def reported(self, step: Step) -> None:
+        row = step.row | {"watch": self._judged.lost(), "plan": self._planned}
+        values: list[tuple[int, Mapping[str, Value]]] = [(step.number, figures(row))]
+        if self._new_samples is not None:
+            # at the last step that the sampled weights were trained on: what a resumed start
+            # repeats, and trackers drop, begins after it
+            values += [
+                (max(0, one.step - 1), sampled(folder, one))
+                for folder, one in self._new_samples.take()
+            ]
+        for tracker, (number, shown) in product(self._trackers, values):
+            tracker.write(number, shown)
+
+    def __exit__(self, *error: Any) -> None:
+        for tracker in self._trackers:
+            tracker.close()
 
 
 def figures_of(plan: Plan) -> dict[str, float]:

@@ -1,18 +1,13 @@
-"""Interface of the step loop to the outside: metrics for trackers, and stop requests."""
+"""Stop requests to a training, by signals and by a file."""
 
 from __future__ import annotations
 
 import os
 import signal
 import threading
-from collections.abc import Mapping, Sequence
-from itertools import product
 from pathlib import Path
-from typing import Any
 
-from disttrain_cli.runtime.watching.judged import Judged
-from disttrain_cli.runtime.watching.lines import Narration
-from disttrain_cli.runtime.watching.trackers import NewSamples, Tracker, Value, figures, sampled
+from disttrain_cli.runtime.hooks import Hook, Step
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 #: Reason of a stop after which the job continues on another plan.
@@ -21,26 +16,16 @@ STRAGGLER = "straggler"
 REASONS = ("", STRAGGLER, signal.SIGUSR1.name, "stop file", signal.SIGTERM.name, signal.SIGINT.name)
 
 
-class Watch:
-    """Stop requests and reports of a rank, set up once by its main thread.
+class StopRequests(Hook):
+    """Stop requests to a rank, set up once by its main thread.
 
-    Trackers, narration and the stop file belong to rank 0. SIGTERM, SIGINT or SIGUSR1 to the rank,
-    and the file that the launcher writes, request a stop after the step; a second SIGTERM or SIGINT
-    ends the rank at once, also while it waits for another one.
+    SIGTERM, SIGINT or SIGUSR1 to the rank, and the file that the launcher writes, request a stop
+    after the step; a second SIGTERM or SIGINT ends the rank at once, also while it waits for
+    another one. A request to one rank is enough. The stop file belongs to rank 0.
     """
 
-    def __init__(
-        self,
-        trackers: Sequence[Tracker] = (),
-        stop_file: Path | None = None,
-        narration: Narration | None = None,
-        judged: Judged | None = None,
-        planned: Mapping[str, float] | None = None,
-        new_samples: NewSamples | None = None,
-    ) -> None:
-        self._new_samples = new_samples
-        self._trackers, self._stop_file, self._narration = trackers, stop_file, narration
-        self._judged, self._planned = judged, planned or {}
+    def __init__(self, stop_file: Path | None = None) -> None:
+        self._stop_file = stop_file
         self._asked = ""
         heard, tell = os.pipe()
         os.set_blocking(tell, False)
@@ -50,40 +35,22 @@ class Watch:
         signal.set_wakeup_fd(tell)
         threading.Thread(target=self._listen, args=(heard,), name="signals", daemon=True).start()
 
-    def step(self, row: dict[str, Any]) -> None:
-        """Pass a finished step to the narration and the trackers (rank 0)."""
-        if self._narration is not None:
-            self._narration.step(row)
-        if not self._trackers:
-            return
-        if self._judged is not None:
-            row = row | {"watch": self._judged.lost(), "plan": self._planned}
-        values: list[tuple[int, Mapping[str, Value]]] = [(int(row["step"]), figures(row))]
-        if self._new_samples is not None:
-            # at the last step that the sampled weights were trained on: what a resumed start
-            # repeats, and trackers drop, begins after it
-            values += [
-                (max(0, one.step - 1), sampled(folder, one))
-                for folder, one in self._new_samples.take()
-            ]
-        for tracker, (step, shown) in product(self._trackers, values):
-            tracker.write(step, shown)
+    def measure(self) -> dict[str, float]:
+        """Return the index of the reason of a request to this rank."""
+        return {"stop": REASONS.index(self.reason())}
 
-    def stop_reason(self) -> str:
+    def stepped(self, step: Step) -> None:
+        step.stop = REASONS[int(step.largest["stop"])]
+
+    def reason(self) -> str:
         """Return the one of `REASONS` that requested this rank to stop.
 
-        A request to one rank is enough: the step loop compares all ranks' reasons. A launcher that
-        received a signal names it in the stop file.
+        A launcher that received a signal names it in the stop file.
         """
         if self._asked or self._stop_file is None or not self._stop_file.exists():
             return self._asked
         named = self._stop_file.read_text().strip()
         return named if named in REASONS[1:] else "stop file"
-
-    def close(self) -> None:
-        """Close the trackers."""
-        for tracker in self._trackers:
-            tracker.close()
 
     def _listen(self, heard: int) -> None:
         while True:
