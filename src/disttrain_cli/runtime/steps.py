@@ -60,29 +60,22 @@ def run_task(
         NotFiniteError, OutOfMemoryError: as `UnitEngine.run_step`; then nothing is saved.
         DisttrainError: a checkpoint could not be written.
     """
-    spec, rank0 = task.run.file.train, engine.coords.rank == 0
-    stopped = run_steps(
-        range(first, task.steps),
+    spec = task.run.file.train
+    saver = checkpoint.Saver(
+        task.dir.checkpoints,
+        recorded(task.run, task.profile),
         engine,
-        data,
-        fetch_of,
-        [
-            *(hook for hook in (*hooks, average) if hook is not None),
-            Resources(task, first, engine, idle_gib),
-            stops,
-            *([task.narration] if rank0 and task.narration is not None else []),
-            *([Reports(task, engine, data)] if rank0 else []),
-            checkpoint.Saver(
-                task.dir.checkpoints,
-                recorded(task.run, task.profile),
-                engine,
-                spec.checkpoint.keep,
-                average,
-                spec.evaluated is not None and spec.evaluated.keep_best,
-                spec.checkpoint.every_steps,
-            ),
-        ],
+        spec.checkpoint.keep,
+        average,
+        spec.evaluated is not None and spec.evaluated.keep_best,
+        spec.checkpoint.every_steps,
     )
+    resources = Resources(task, first, engine, idle_gib)
+    reports = [] if engine.coords.rank else [task.narration, Reports(task, engine, data)]
+    called = [
+        hook for hook in (*hooks, average, resources, stops, *reports, saver) if hook is not None
+    ]
+    stopped = run_steps(range(first, task.steps), engine, data, fetch_of, called)
     if stopped and os.environ["LOCAL_RANK"] == "0":  # every host's script may read it
         write_whole(stopped_file(task.dir.logs), stopped)
 
@@ -94,13 +87,12 @@ def run_steps(
 
     Returns the one of `watch.REASONS` that ended them before the last step, or "".
     """
-    tracer = engine.tracer
-    names: list[str] = []
+    tracer, measured = engine.tracer, dict[str, float]()
 
-    def measured() -> list[float]:
-        values = {name: value for hook in hooks for name, value in hook.measure().items()}
-        names[:] = values
-        return list(values.values())
+    def measure() -> list[float]:
+        for hook in hooks:
+            measured.update(hook.measure())
+        return list(measured.values())
 
     with ExitStack() as stack, told_at_once():
         for hook in hooks:
@@ -114,13 +106,13 @@ def run_steps(
                 hook.begin(number)
             start_ns, skipped = tracer.now(), engine.skipped_steps
             set_lrs(engine.optimizer, engine.train_spec, number)
-            engine.run_step(order, fetch_of(order), measured)
+            engine.run_step(order, fetch_of(order), measure)
             step = Step(
                 number,
                 order,
                 last=number == steps[-1],
                 updated=engine.skipped_steps == skipped,
-                largest=dict(zip(names, engine.largest, strict=True)),
+                largest=dict(zip(measured, engine.largest, strict=True)),
                 start_ns=start_ns,
             )
             for hook in hooks:

@@ -30,25 +30,18 @@ class Task:
     narration: Narration | None = None  # where no launcher reads the reports
 
     @classmethod
-    def of(
-        cls,
-        payload: dict[str, Any],
-        start: dict[str, Any],
-        run: Run,
-        plan: Plan,
-        profile: Profile,
-    ) -> Self:
-        """Return the task of a rank's payload; `start` has `name`, `resume` and `steps_file`."""
+    def of(cls, payload: dict[str, Any], run: Run, plan: Plan, profile: Profile) -> Self:
+        """Return the task of a rank's payload."""
         steps = int(payload["steps"])
         return cls(
             run,
             plan,
             profile,
             RunDir(Path(payload["logs"]).parent),
-            start["name"],
-            start["resume"],
+            payload["name"],
+            payload["resume"],
             steps,
-            Path(start["steps_file"]),
+            Path(payload["steps_file"]),
             Narration(payload["console"], steps) if "console" in payload else None,
         )
 

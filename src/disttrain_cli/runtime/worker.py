@@ -42,7 +42,7 @@ from disttrain_cli.runtime.evaluation import Evaluation, Standing
 from disttrain_cli.runtime.feeding import fetcher, fields_of, message_dtype
 from disttrain_cli.runtime.launching.ending import told_at_once
 from disttrain_cli.runtime.launching.groups import check_groups
-from disttrain_cli.runtime.launching.join import Joined, join
+from disttrain_cli.runtime.launching.join import join
 from disttrain_cli.runtime.launching.meeting import wait_until_built
 from disttrain_cli.runtime.resources import peak_gib
 from disttrain_cli.runtime.steps import first_step, run_task
@@ -89,14 +89,14 @@ def main(payload: dict[str, Any]) -> None:
     """Train until `payload["steps"]`."""
     with ExitStack() as stack, told_at_once():
         job = join(payload, stack)
-        run, coords = job.run, job.coords
-        task, rank0 = Task.of(payload, job.start, run, job.plan, job.profile), coords.rank == 0
+        task, coords = job.task, job.coords
+        run, plan, rank0 = task.run, task.plan, coords.rank == 0
         layers = layer_table(run)[coords.stage.layers.start : coords.stage.layers.stop]
         fields = fields_of(layers, coords.unit)
 
         stops = StopRequests(stop_file(task.dir.logs) if rank0 else None)
         if rank0:
-            _remove_orders(job)
+            _remove_orders(task, job.index)
         now = wall_clock()
         tracer = Tracer(
             task.dir.traces,
@@ -120,12 +120,12 @@ def main(payload: dict[str, Any]) -> None:
         idle_gib = peak_gib(job.device)
         tracer.begin("preflight")
         grid = UnitGrid(job.graph, coords)
-        with out_of_memory(coords, job.plan.plan, "preflight", -1):
+        with out_of_memory(coords, plan.plan, "preflight", -1):
             check_groups(grid, coords, job.device, run.file.train.timeout_s)
         tracer.begin("building")
         engine = build_engine(
             run,
-            job.plan,
+            plan,
             job.graph,
             coords,
             job.device,
@@ -155,23 +155,19 @@ def main(payload: dict[str, Any]) -> None:
         if rank0 and evaluation is not None:
             task.say(evaluation.plan)
         loader = stack.enter_context(open_loader(task, job.index, coords, fields, first))
-        profiler = (
-            StepProfiler(
-                range(*payload["profile_steps"]),
-                task.dir.traces,
-                task.name,
-                tracer,
-                coords.rank,
-                job.device,
-                task.say,
-            )
-            if payload.get("profile_steps")
-            else None
+        profiler = StepProfiler(
+            range(*payload.get("profile_steps") or (0,)),
+            task.dir.traces,
+            task.name,
+            tracer,
+            coords.rank,
+            job.device,
+            task.say,
         )
         tracking = (
             Tracking(
                 trackers_of(run, step_of(newest) if newest else None, task.say),
-                figures_of(job.plan),
+                figures_of(plan),
                 Judged(verdicts_file(task.dir.logs)),
                 NewSamples(task.dir.images) if run.file.samples.during else None,
             )
@@ -195,12 +191,11 @@ def main(payload: dict[str, Any]) -> None:
             )
 
 
-def _remove_orders(job: Joined) -> None:
+def _remove_orders(task: Task, index: Index) -> None:
     """Remove orders of the data that the run does not need from its newest checkpoint on."""
-    train, index, data = job.run.file.train, job.index, job.profile.data
-    batch = train.global_batch_size
-    SequenceStream(mixture_of(index, train.seed, data, batch)).remove_unneeded(
-        begun(job.run.dir.checkpoints).step * batch,
+    train, batch = task.run.file.train, task.run.file.train.global_batch_size
+    SequenceStream(mixture_of(index, train.seed, task.profile.data, batch)).remove_unneeded(
+        begun(task.dir.checkpoints).step * batch,
         [Mixture(held_out(index), train.seed)] if train.evaluation and index.held_count else [],
     )
 
@@ -213,17 +208,17 @@ def preflight(payload: dict[str, Any]) -> None:
     with ExitStack() as stack, told_at_once():
         job = join(payload, stack)
         job.pulse.begin("preflight")
-        with out_of_memory(job.coords, job.plan.plan, "preflight", -1):
+        with out_of_memory(job.coords, job.task.plan.plan, "preflight", -1):
             took_s = check_groups(
                 UnitGrid(job.graph, job.coords),
                 job.coords,
                 job.device,
-                job.run.file.train.timeout_s,
+                job.task.run.file.train.timeout_s,
             )
         if job.coords.rank == 0:
             took = ", ".join(f"{name} {1e3 * seconds:.0f} ms" for name, seconds in took_s.items())
             publish(
-                Path(job.start["steps_file"]),
+                job.task.reports,
                 {
                     "note": f"rank 0's groups over {dist.get_backend()}: {took}",
                     "done": 0,

@@ -31,14 +31,7 @@ from disttrain_cli.costs.layout import CostedStage
 from disttrain_cli.errors import DataError
 from disttrain_cli.spec.rundir import RunDir, run_folder
 from disttrain_cli.spec.stage_graph import cuts_of
-from disttrain_cli.spec.trace import (
-    EXPERT_COLUMNS,
-    SAMPLE_COLUMNS,
-    SIZE_COLUMNS,
-    STEP_COLUMNS,
-    TRACE_COLUMNS,
-    Job,
-)
+from disttrain_cli.spec.trace import TABLES, TRACE_COLUMNS, Job
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -192,15 +185,10 @@ def _make_sources(paths: list[Path], connection: DuckDBPyConnection) -> TraceFil
 
 def _sourced(files: TraceFiles, connection: DuckDBPyConnection) -> TraceFiles:
     """Create views over segments and over the rows of open segments."""
-    for name, given, kept, columns in (
-        ("segments", "segments", files.segments, TRACE_COLUMNS),
-        ("step_segments", "steps", files.steps, STEP_COLUMNS),
-        ("size_segments", "sizes", files.sizes, SIZE_COLUMNS),
-        ("sample_segments", "samples", files.samples, SAMPLE_COLUMNS),
-        ("expert_segments", "experts", files.experts, EXPERT_COLUMNS),
-    ):
-        rows = files.open_segments.get(given)
-        _make_source(connection, name, kept, rows, columns, usable(name))
+    for name, columns in {"segments": TRACE_COLUMNS, **TABLES}.items():
+        view = f"{name.removesuffix('s')}_segments" if name in TABLES else name
+        rows, kept = files.open_segments.get(name), getattr(files, name)
+        _make_source(connection, view, kept, rows, columns, usable(view))
     return files
 
 

@@ -17,10 +17,8 @@ from disttrain_cli.analysis.sql import literals, no_glob
 from disttrain_cli.calls import argument, spelled
 from disttrain_cli.errors import DataError, SpecError
 from disttrain_cli.spec.trace import (
-    EXPERT_COLUMNS,
-    SAMPLE_COLUMNS,
-    SIZE_COLUMNS,
     STEP_COLUMNS,
+    TABLES,
     TRACE_COLUMNS,
     Job,
     read_job,
@@ -112,10 +110,7 @@ def find_traces(paths: list[Path], connection: DuckDBPyConnection) -> TraceFiles
         before = traces.rows
         for name, pattern, columns in (
             ("segments", "rank-*", TRACE_COLUMNS),
-            ("steps", "steps", STEP_COLUMNS),
-            ("sizes", "sizes", SIZE_COLUMNS),
-            ("samples", "samples", SAMPLE_COLUMNS),
-            ("experts", "experts", EXPERT_COLUMNS),
+            *((name, name, columns) for name, columns in TABLES.items()),
         ):
             files, recorded = segments_of(folder.glob(pattern))
             kept: dict[Path, Footer] = getattr(traces, name)

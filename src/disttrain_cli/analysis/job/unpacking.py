@@ -22,10 +22,7 @@ from disttrain_cli.calls import call
 from disttrain_cli.errors import DataError
 from disttrain_cli.spec.progress import silent
 from disttrain_cli.spec.trace import (
-    EXPERT_COLUMNS,
-    SAMPLE_COLUMNS,
-    SIZE_COLUMNS,
-    STEP_COLUMNS,
+    TABLES,
     TRACE_COLUMNS,
     Job,
 )
@@ -157,14 +154,12 @@ def unpack(file: Path, connection: DuckDBPyConnection) -> TraceFiles:
             or reading.failure
             or f"it is truncated or corrupt after {reading.events} events",
         )
-    for table, columns, rows in (
-        ("step_segments", STEP_COLUMNS, header.steps),
-        ("size_segments", SIZE_COLUMNS, header.sizes),
-        ("sample_segments", SAMPLE_COLUMNS, header.samples),
-        ("expert_segments", EXPERT_COLUMNS, header.experts),
-    ):
+    for name, columns in TABLES.items():
         _from_json(
-            connection, table, {column: TYPES[kind] for column, kind in columns.items()}, rows
+            connection,
+            f"{name.removesuffix('s')}_segments",
+            {column: TYPES[kind] for column, kind in columns.items()},
+            getattr(header, name),
         )
     _from_json(connection, "windows", _WINDOWS, header.windows)
     try:

@@ -16,10 +16,8 @@ from disttrain_cli.analysis.job.files import TraceFiles
 from disttrain_cli.analysis.job.fitting import fitted
 from disttrain_cli.errors import SpecError
 from disttrain_cli.spec.trace import (
-    EXPERT_COLUMNS,
     OPEN_SEGMENT,
-    SIZE_COLUMNS,
-    STEP_COLUMNS,
+    TABLES,
     TRACE_COLUMNS,
     Job,
     read_job,
@@ -138,11 +136,8 @@ class Tail:
                 raise
             return  # moved aside just now
         self._written, self.last = (about.st_mtime_ns, about.st_ino), -1
-        self._reported = self._source("steps", STEP_COLUMNS)
-        self._others = {
-            name: self._source(name, columns)
-            for name, columns in (("sizes", SIZE_COLUMNS), ("experts", EXPERT_COLUMNS))
-        }
+        self._reported = self._source("steps", TABLES["steps"])
+        self._others = {name: self._source(name, TABLES[name]) for name in ("sizes", "experts")}
         self._ranks = {}
 
     def _source(self, folder: str, columns: dict[str, str]) -> Source:

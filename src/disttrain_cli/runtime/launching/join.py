@@ -38,6 +38,7 @@ from disttrain_cli.runtime.launching.process import (
     set_cuda_environment,
 )
 from disttrain_cli.runtime.launching.starts import alone
+from disttrain_cli.runtime.task import Task
 from disttrain_cli.runtime.watching.hang import HangWatch
 from disttrain_cli.runtime.watching.pulse import Pulse, interval_s
 from disttrain_cli.spec.files import fingerprint
@@ -55,15 +56,12 @@ WORKERS = "DISTTRAIN_WORKERS"
 class Joined:
     """State of a rank after the rendezvous."""
 
-    run: Run
-    plan: Plan
-    profile: Profile
+    task: Task
     index: Index
     graph: StageGraph
     coords: RankCoords
     device: torch.device
     pulse: Pulse
-    start: dict[str, Any]  # decided by rank 0: name, resume and steps_file
     store: dist.Store  # of the rendezvous
 
 
@@ -136,9 +134,8 @@ def join(payload: dict[str, Any], stack: ExitStack) -> Joined:
     if LISTENER not in os.environ and coords.rank in (0, graph.world_size - 1):
         _watch_for_hangs(run, Path(payload["logs"]), graph)
     stack.enter_context(joined(device, train.timeout_s, store=store))
-    return Joined(
-        with_workers(run), plan, profile, index, graph, coords, device, pulse, start, store
-    )
+    task = Task.of(payload | start, with_workers(run), plan, profile)
+    return Joined(task, index, graph, coords, device, pulse, store)
 
 
 def _hosts(payload: dict[str, Any]) -> list[str]:

@@ -63,7 +63,7 @@ def main(payload: dict[str, Any]) -> None:
     """Rehearse until `payload["steps"]`."""
     run = with_faults(read_run(*payload["run"]), payload["faults"])
     plan, profile = Plan.model_validate(payload["plan"]), Profile.model_validate(payload["profile"])
-    task, layout = Task.of(payload, payload, run, plan, profile), plan.plan
+    task, layout = Task.of(payload, run, plan, profile), plan.plan
     table, shares = layer_table(run), payload["shares"]
     graph = stage_graph(joined_layout(layout, shares), profile.inputs.llm)
     coords = graph.coords(int(os.environ["RANK"]))
