@@ -1,4 +1,4 @@
-"""Task of a rank in one start of a run: which steps it trains, and where its outputs go."""
+"""Task of a rank in one start of a run: its inputs, its steps, and where its outputs go."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from disttrain_cli.spec.runfile import Run
 
 @dataclass(frozen=True)
 class Task:
-    """What a start trains, until which step, and the locations of its outputs."""
+    """Inputs and number of steps of a start, and the locations of its outputs."""
 
     run: Run
     plan: Plan

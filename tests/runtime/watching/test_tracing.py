@@ -10,12 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from disttrain_cli.analysis.analyze import ask
 from disttrain_cli.analysis.job.database import open_database
 from disttrain_cli.errors import DataError
-from disttrain_cli.runtime.resources import of_device
 from disttrain_cli.runtime.watching import tracing
 from disttrain_cli.runtime.watching.tracing import SegmentWriter, Tracer
 from disttrain_cli.spec.stage_graph import RankCoords
@@ -200,25 +198,6 @@ def test_segments_of_older_steps_are_deleted_whatever_start_wrote_them(
     assert len(opened) == (first == 0)
     pairs = sorted({step - step % 2 for step in lasts.values() if step is not None})
     assert pairs == list(range(first, 16, 2))
-
-
-def test_memory_of_a_device_is_told_from_that_of_the_stage(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stage = graph_of().stages[0]
-    tracer = Tracer(tmp_path, "start-000", RankCoords(0, stage, 0), lambda: 0, pytest.fail)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (70 * 2**30, 80 * 2**30))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 8 * 2**30)
-    for step in range(2):
-        tracer.step = step
-        tracer.record("memory", 10 + step, 10 + step, bytes=6 * 2**30)
-        for module, size in of_device(torch.device("cuda", 0)).items() if step == 0 else ():
-            tracer.record("memory", 10, 10, module=module, bytes=size)
-        tracer.end_step()
-    tracer.close()
-    found = ask([tmp_path], "SELECT step, held_gib, device_gib, allocator_gib FROM memory").rows
-    assert sorted(found) == [(0, 6.0, 10.0, 8.0), (1, 6.0, None, None)]
-    assert of_device(torch.device("cpu")) == {}
 
 
 def test_segments_of_ranks_that_are_gone_are_deleted_by_the_first(tmp_path: Path) -> None:
