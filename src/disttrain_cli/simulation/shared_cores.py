@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from disttrain_cli.simulation.timeline import Pipeline, Timeline, operations
+from disttrain_cli.schedule.one_f_one_b import passes
+from disttrain_cli.simulation.timeline import Pipeline, Timeline
 from disttrain_cli.spec.trace import COMPUTE, FORWARD, WEIGHTS
 
 KINDS = range(len(COMPUTE))
@@ -28,7 +29,7 @@ def simulate_shared(pipeline: Pipeline, cores: int, shared_by: int) -> Timeline:
     replicas, later = pipeline.replicas.tolist(), pipeline.weight_delay
     delays = [None] * stages if pipeline.weight_s is None or later is None else later.tolist()
     orders = [
-        operations(slots, to_end, delay)
+        passes(slots, to_end, delay)
         for to_end, delay in zip(pipeline.to_end.tolist(), delays, strict=True)
     ]
     inputs = [[_inputs(pipeline, stage, what) for what in KINDS] for stage in range(stages)]
