@@ -9,12 +9,16 @@ from disttrain_cli.schedule.one_f_one_b import last_slots, passes
 from disttrain_cli.spec.stage_graph import Stage
 from disttrain_cli.spec.trace import BACKWARD, FORWARD
 
+#: Operations at the end of a training step.
+AT_END = ("wait", "reduce", "step")
+
 
 class Instruction(NamedTuple):
-    """Operation of a stage (one of `spec.trace.OPERATIONS`) on a slot; -1: on none."""
+    """Operation of a rank: one of `spec.trace.OPERATIONS`."""
 
     operation: str
-    slot: int = -1
+    slot: int = -1  # -1: none
+    chunk: int = 0  # index among the virtual stages of the rank
 
 
 def program(stage: Stage, slots: int, sends_first: bool = False) -> Iterator[Instruction]:
@@ -51,7 +55,7 @@ def program(stage: Stage, slots: int, sends_first: bool = False) -> Iterator[Ins
                 yield Instruction("send_gradient", slot)
         elif slot <= remaining.start:
             yield Instruction("weights", slot)
-    yield from map(Instruction, ("wait", "reduce", "step"))
+    yield from map(Instruction, AT_END)
 
 
 def evaluation(stage: Stage, slots: int) -> Iterator[Instruction]:

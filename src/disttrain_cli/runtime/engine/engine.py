@@ -169,7 +169,7 @@ class UnitEngine:
     def _execute(self, instructions: Iterable[Instruction]) -> None:
         """Execute each instruction by the method of its name, which subclasses may override."""
         self._state, self._loaded = {}, {}
-        for operation, slot in instructions:
+        for operation, slot, _ in instructions:
             self.tracer.begin(operation, slot)
             with self._at(operation.replace("_", " "), slot):
                 getattr(self, f"_{operation}")(slot)
