@@ -10,7 +10,24 @@ pass.
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+from disttrain_cli.spec.stage_graph import Cut
 from disttrain_cli.spec.trace import BACKWARD, FORWARD, WEIGHTS
+
+
+def inputs(cuts: Sequence[Cut]) -> Mapping[tuple[int, int], list[tuple[int, int]]]:
+    """Return the inputs of a slot's passes in it, by (index in `COMPUTE`, stage).
+
+    They are (index of a cut, stage on its other side): forwards wait for all stages before them,
+    backwards for all after them. Passes without inputs are missing.
+    """
+    found: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+    for number, (sender, taker) in enumerate(cuts):
+        found[FORWARD, taker].append((number, sender))
+        found[BACKWARD, sender].append((number, taker))
+    return dict(found)
 
 
 def ticks(slots: int, to_end: int, first: int = 0) -> tuple[range, range]:

@@ -23,9 +23,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from disttrain_cli.schedule.one_f_one_b import last_slots, ticks, weights_after
+from disttrain_cli.schedule.one_f_one_b import inputs, last_slots, ticks, weights_after
 from disttrain_cli.simulation.feeding import Feed, feeds_of, load_waits_s
 from disttrain_cli.simulation.timeline import Floats, Pipeline, Timeline
+from disttrain_cli.spec.trace import BACKWARD, FORWARD
 
 Ints = NDArray[np.int64]
 
@@ -123,12 +124,12 @@ def program_of(pipeline: Pipeline) -> Program:
     stage_of = np.repeat(np.arange(stages), pipeline.replicas)
     hold_s = np.full((steps, stages), -np.inf)
     joins: list[tuple[slice, int, Floats]] = []
+    received = inputs(pipeline.cuts)
     for stage, passes in enumerate(ticks_of):
-        for is_forward, own in zip((True, False), map(_slice, passes), strict=True):
-            cuts = pipeline.before(stage) if is_forward else pipeline.after(stage)
-            hold_s[own, stage] = pipeline.transfer_s[cuts[-1]] if cuts else 0.0
-            for cut in cuts[:-1]:
-                other = pipeline.cuts[cut][0 if is_forward else 1]
+        for operation, own in zip((FORWARD, BACKWARD), map(_slice, passes), strict=True):
+            over = received.get((operation, stage), [])
+            hold_s[own, stage] = pipeline.transfer_s[over[-1][0]] if over else 0.0
+            for cut, other in over[:-1]:
                 ranks_of = slice(first[stage], first[stage + 1])
                 joins.append((ranks_of, other, np.full(steps, -np.inf)))
                 joins[-1][2][own] = pipeline.transfer_s[cut]

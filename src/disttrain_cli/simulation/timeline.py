@@ -106,14 +106,6 @@ class Pipeline:
         """[S] number of stages from each one to the end of its line, itself included."""
         return np.array(stages_to_end(self.cuts, len(self.replicas)))
 
-    def before(self, stage: int) -> list[int]:
-        """Return the indices of the cuts before a stage, over which it receives."""
-        return [cut for cut, (_, taker) in enumerate(self.cuts) if taker == stage]
-
-    def after(self, stage: int) -> list[int]:
-        """Return the indices of the cuts after a stage."""
-        return [cut for cut, (sender, _) in enumerate(self.cuts) if sender == stage]
-
 
 @dataclass(frozen=True)
 class Timeline:
