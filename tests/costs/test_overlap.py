@@ -7,7 +7,8 @@ import pytest
 
 from disttrain_cli.costs import buckets
 from disttrain_cli.costs.layout import CostedStage, optimizer_s, reduce_s, stages_of
-from disttrain_cli.costs.overlap import Hidden, hidden, last_slots
+from disttrain_cli.costs.overlap import Hidden, hidden
+from disttrain_cli.schedule.one_f_one_b import last_slots
 from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.trace import BACKWARD, FORWARD, WEIGHTS

@@ -15,7 +15,6 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from disttrain_cli.costs.overlap import last_slots
 from disttrain_cli.data.epochs.mixture import Mixture
 from disttrain_cli.data.index.sample_index import read_index
 from disttrain_cli.data.indexing.building import build_index
@@ -24,6 +23,7 @@ from disttrain_cli.data.sample_data import write_sample_data
 from disttrain_cli.models.graph import describe, layer_table
 from disttrain_cli.runtime.checkpoints import checkpoint
 from disttrain_cli.runtime.checkpoints import folder as checkpoint_folder
+from disttrain_cli.schedule.one_f_one_b import last_slots
 from disttrain_cli.spec.plan import UnitPlan
 from disttrain_cli.spec.progress import silent
 from disttrain_cli.spec.runfile import Run

@@ -1,4 +1,4 @@
-"""The simulators against closed forms, hand computation, each other, and DeepSpeed's schedule."""
+"""The simulators against closed forms, hand computation, and each other."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from disttrain_cli.costs.overlap import Hidden
+from disttrain_cli.schedule.one_f_one_b import passes
 from disttrain_cli.simulation.pipeline import simulate
 from disttrain_cli.simulation.shared_cores import simulate_shared, speed
-from disttrain_cli.simulation.timeline import Pipeline, Timeline, operations
+from disttrain_cli.simulation.timeline import Pipeline, Timeline
 from disttrain_cli.spec.stage_graph import stage_cuts
 from disttrain_cli.spec.trace import BACKWARD, FORWARD, WEIGHTS
 
@@ -90,7 +91,7 @@ def orders(pipeline: Pipeline) -> list[list[tuple[int, int]]]:
     if pipeline.weight_delay is not None:
         delays = pipeline.weight_delay.tolist()
     return [
-        operations(len(pipeline.forward_s), to_end, delay)
+        passes(len(pipeline.forward_s), to_end, delay)
         for to_end, delay in zip(pipeline.to_end.tolist(), delays, strict=True)
     ]
 
@@ -395,34 +396,6 @@ def test_speed_relative_to_the_measurement() -> None:
     assert speed(busy=6, cores=2, shared_by=6) == 1.0
     assert speed(busy=1, cores=2, shared_by=6) == 3.0
     assert speed(busy=4, cores=2, shared_by=2) == 0.5
-
-
-@pytest.mark.parametrize(("stages", "slots"), [(1, 1), (3, 2), (3, 7), (4, 4)])
-def test_order_is_deepspeeds(stages: int, slots: int) -> None:
-    schedule = pytest.importorskip("deepspeed.runtime.pipe.schedule")
-    for stage in range(stages):
-        train = schedule.TrainSchedule(slots, stages, stage)
-        steps = [train._step_to_micro_batch(step) for step in range(2 * (slots + stages - 1))]
-        kinds = [(FORWARD if f else BACKWARD, s) for s, f in steps if 0 <= s < slots]
-        assert kinds == operations(slots, stages - stage)
-
-
-@pytest.mark.parametrize(("stages", "slots", "delay"), [(1, 1, 3), (3, 2, 0), (3, 7, 1), (4, 4, 9)])
-def test_order_of_weights_is_the_engines(stages: int, slots: int, delay: int) -> None:
-    """The engine's last pass is that of all slots from its own on."""
-    from deepspeed.runtime.pipe import schedule
-
-    from disttrain_cli.runtime.engine.split import SplitSchedule, WeightPass
-
-    kinds = {schedule.ForwardPass: FORWARD, schedule.BackwardPass: BACKWARD, WeightPass: WEIGHTS}
-    for stage in range(stages):
-        count, found = [0, 0, 0], []
-        for commands in SplitSchedule(delay, slots, stages, stage):
-            for what in (kinds[type(c)] for c in commands if type(c) in kinds):
-                found.append((what, count[what]))
-                count[what] += 1
-        found += [(WEIGHTS, slot) for slot in range(count[WEIGHTS], slots)]
-        assert found == operations(slots, stages - stage, delay)
 
 
 def test_weights_fill_the_wait_for_a_gradient_by_hand() -> None:

@@ -26,6 +26,7 @@ from disttrain_cli.costs.activations import at_worst, deferred_share, kept_share
 from disttrain_cli.costs.experts import of_others, own_trained
 from disttrain_cli.costs.freezing import backwards
 from disttrain_cli.costs.memoised import memoised
+from disttrain_cli.schedule.one_f_one_b import slots_in_flight
 from disttrain_cli.spec.plan import Layout, StageMemory, UnitPlan
 from disttrain_cli.spec.profile import LayerShard, Profile
 from disttrain_cli.spec.shape import ParallelShape
@@ -283,7 +284,7 @@ def layout_memory(profile: Profile, layout: Layout, limit_gib: float) -> list[St
         for stage in local:
             groups = Groups.of_stage(profile, graph, stage)
             reserved = float(reserved_bytes(profile, unit.modules, groups))
-            flight = min(layout.microbatches, stage.to_end)
+            flight = slots_in_flight(layout.microbatches, stage.to_end)
             span = slice(
                 *(
                     layer - local[0].layers.start

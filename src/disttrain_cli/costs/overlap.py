@@ -3,9 +3,9 @@
 The gradients of a bucket (`costs.buckets`) are final once the step's last pass has processed its
 layers, from the last one on; weights are gathered from the first bucket on, each before a step's
 first forward reaches its layers. The last pass is the last slot's backward or, with split
-backwards, the deferred weight gradients of all remaining slots after it, layer by layer
-(`last_slots`). Either way the buckets up to k take Σ_{j≤k} message_j, and the layers before bucket
-k overlap with them, so that
+backwards, the deferred weight gradients of all remaining slots after it, layer by layer. Either way
+the buckets up to k take Σ_{j≤k} message_j, and the layers before bucket k overlap with them, so
+that
 
     left = max_k (Σ_{j≤k} message_j − share of the pass before bucket k · its time)
 
@@ -38,6 +38,7 @@ from disttrain_cli.costs.layout import (
 )
 from disttrain_cli.costs.memoised import memoised
 from disttrain_cli.costs.stage import backward_parts, forward_parts, shard_of
+from disttrain_cli.schedule.one_f_one_b import last_slots
 from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.profile import Polynomial, Profile
 from disttrain_cli.spec.shape import ParallelShape
@@ -83,15 +84,6 @@ class Hidden:
         for until_s, before in zip(self.until_s, self.before, strict=True):
             np.maximum(left_s, until_s[each] - before[each] * pass_s, out=left_s)
         return left_s
-
-
-def last_slots(slots: int, delay: int | None) -> range:
-    """Return the slots whose weight gradients a stage computes in the step's last pass.
-
-    They are those remaining after the last backward, or the last one alone for unsplit backwards
-    (None).
-    """
-    return range(max(0, slots - 1 - (delay or 0)), slots)
 
 
 def hidden(

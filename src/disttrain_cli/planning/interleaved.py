@@ -1,13 +1,10 @@
-"""Megatron's virtual pipeline stages (interleaved 1F1B), for layouts of one unit.
+"""Megatron's virtual pipeline stages (`schedule.interleaved`), for layouts of one unit.
 
-A device holds several chunks of layers instead of one stage (Narayanan et al. 2021, arXiv
-2104.04473). The layers are cut into PP · v chunks, chunk c on device c mod PP, so that a slot
-passes every device v times and the pipeline fills and drains in v times smaller steps: for equal
-chunks the bubble is (PP - 1) / (v · n) of the ideal time, for v times as many messages. Slots come
-in groups of PP: a device runs its first chunk for all slots of a group, then its second, and
-backwards in the reverse order of chunks. Costs are those of chunks as stages (`costs.layout`),
-between their actual devices; reductions and gathers overlap with the passes of their chunk, one
-chunk's after the other's.
+A device holds several chunks of layers instead of one stage. The layers are cut into PP · v chunks,
+so that the pipeline fills and drains in v times smaller steps: for equal chunks the bubble is
+(PP - 1) / (v · n) of the ideal time, for v times as many messages. Costs are those of chunks as
+stages (`costs.layout`), between their actual devices; reductions and gathers overlap with the
+passes of their chunk, one chunk's after the other's.
 """
 
 from __future__ import annotations
@@ -15,12 +12,8 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
-from itertools import pairwise
-from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from disttrain_cli.costs.activations import at_worst, kept_share, working_share
 from disttrain_cli.costs.layout import CostedStage, amount, optimizer_s, reduce_s, stages_of
@@ -29,17 +22,15 @@ from disttrain_cli.planning.draws import Draws
 from disttrain_cli.planning.partition import most_of_a_slot, split
 from disttrain_cli.planning.predict import batches
 from disttrain_cli.planning.units import Cluster
+from disttrain_cli.schedule.interleaved import passes
+from disttrain_cli.simulation.interleaved import step_s
 from disttrain_cli.simulation.step import pipeline_of
-from disttrain_cli.simulation.timeline import Pipeline
 from disttrain_cli.spec.plan import Baseline, Layout, UnitPlan
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.runfile.train import Ordering
 from disttrain_cli.spec.trace import BACKWARD, FORWARD
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 CHUNKS = (2, 4, 8)  # chunks per device that are tried
-Operation = tuple[int, int, int]  # its index in `COMPUTE`, chunk of the model, slot
 
 
 def interleaved_s(
@@ -144,133 +135,6 @@ def _staged(layout: Layout, unit: UnitPlan, layers: list[int]) -> Layout:
     return layout.model_copy(update=staged)
 
 
-def order(devices: int, chunks: int, slots: int, device: int) -> list[Operation]:
-    """Return a device's operations: warm-up forwards, alternating passes, remaining backwards."""
-    total = chunks * slots
-
-    def operation(what: int, number: int) -> Operation:
-        group, place = divmod(number, devices * chunks)
-        turn, slot = divmod(place, devices)
-        chunk = turn if what == FORWARD else chunks - 1 - turn
-        return what, chunk * devices + device, group * devices + slot
-
-    if chunks == 1:
-        ahead = devices - 1 - device
-        forwards = [(FORWARD, device, slot) for slot in range(slots)]
-        backwards = [(BACKWARD, device, slot) for slot in range(slots)]
-    else:
-        ahead = 2 * (devices - 1 - device) + (chunks - 1) * devices
-        forwards = [operation(FORWARD, number) for number in range(total)]
-        backwards = [operation(BACKWARD, number) for number in range(total)]
-    ahead = min(ahead, total)
-    rest = forwards[ahead:]
-    turns = [each for pair in zip(rest, backwards, strict=False) for each in pair]
-    return [*forwards[:ahead], *turns, *backwards[len(rest) :]]
-
-
-def step_s(pipeline: Pipeline, reduced_s: Floats) -> float:
-    """Return the time of a step whose stages are chunks, the c-th on device c mod PP.
-
-    Args:
-        reduced_s: [PP] reduction of all chunks of each device, if not overlapped with passes.
-    """
-    slots, count, replicas = pipeline.forward_s.shape
-    devices = len(reduced_s)
-    program = _program(devices, count, slots)
-    leads = _leads_s(pipeline, devices)
-    # by index in the program; nothing waits for the last row
-    times_s = np.stack([pipeline.forward_s, pipeline.backward_s]).transpose(0, 2, 1, 3)
-    times_s = times_s.reshape(-1, replicas)[program.numbers]
-    least_s = np.zeros_like(times_s)
-    least_s[program.places[FORWARD, :, 0]] = leads
-    hold_s = np.append(pipeline.transfer_s, 0.0)[program.cuts][:, None]
-    ends_s, free = np.zeros((len(times_s) + 1, replicas)), np.zeros((devices, replicas))
-    for begin, stop in pairwise(program.turns):
-        turn, at = slice(begin, stop), program.devices[begin:stop]
-        ready = ends_s.take(program.sources[turn], axis=0)
-        ready += hold_s[turn]
-        np.maximum(ready, least_s[turn], out=ready)
-        np.maximum(ready, free.take(at, axis=0), out=ready)
-        ready += times_s[turn]
-        free[at] = ends_s[turn] = ready
-    if pipeline.reducing is None:
-        return float((free + reduced_s[:, None]).max()) + pipeline.closing_s
-    left_s = pipeline.reducing.left_s(pipeline.backward_s[-1])
-    sent_s = pipeline.reducing.until_s.max(axis=0)
-    sent = np.zeros_like(free)  # end of each chunk's messages, queued after those of later chunks
-    for chunk in reversed(range(count)):
-        device, end_s = chunk % devices, ends_s[program.places[BACKWARD, chunk, -1]]
-        sent[device] = np.maximum(sent[device] + sent_s[chunk], end_s + left_s[chunk])
-    return float(sent.max()) + pipeline.closing_s
-
-
-class _Program(NamedTuple):
-    """All operations of a step in turns without dependencies inside a turn.
-
-    Numbers are indices in a table [2, chunks of the model, slots].
-    """
-
-    numbers: Ints
-    devices: Ints
-    sources: Ints  # program index of each dependency; the number of all if there is none
-    cuts: Ints  # cut crossed by the dependency; -1: none
-    turns: list[int]  # first index of each turn, and the number of all
-    places: Ints  # [2, chunks of the model, slots]
-
-
-@lru_cache(maxsize=1)
-def _program(devices: int, count: int, slots: int) -> _Program:
-    orders = [order(devices, count // devices, slots, device) for device in range(devices)]
-    turn_of: dict[Operation, int] = {}
-    rows: list[tuple[int, int, int, int, int]] = []  # turn, number, device, number of source, cut
-    done, last, every = [0] * devices, [-1] * devices, 2 * count * slots
-    while len(rows) < every:
-        before = len(rows)
-        for device, mine in enumerate(orders):
-            while done[device] < len(mine):
-                operation = what, chunk, slot = mine[done[device]]
-                source, cut = _source(what, chunk, slot, count)
-                if source is not None and source not in turn_of:
-                    break
-                turn = 1 + max(last[device], -1 if source is None else turn_of[source])
-                turn_of[operation] = last[device] = turn
-                done[device] += 1
-                number, awaited = (
-                    every if each is None else (each[0] * count + each[1]) * slots + each[2]
-                    for each in (operation, source)
-                )
-                rows.append((turn, number, device, awaited, -1 if cut is None else cut))
-        assert len(rows) > before, "the schedule deadlocks"
-    turns, numbers, of, sources, cuts = np.array(sorted(rows)).T
-    places = np.empty(every + 1, np.int64)
-    places[np.append(numbers, every)] = np.arange(every + 1)
-    begins = np.flatnonzero(np.diff(turns, prepend=-1, append=turns[-1] + 1)).tolist()
-    shape = 2, count, slots
-    return _Program(numbers, of, places[sources], cuts, begins, places[:-1].reshape(shape))
-
-
-def _source(what: int, chunk: int, slot: int, count: int) -> tuple[Operation | None, int | None]:
-    """Return the operation that another depends on, and the cut between them."""
-    if what == FORWARD:
-        return (None, None) if chunk == 0 else ((FORWARD, chunk - 1, slot), chunk - 1)
-    if chunk == count - 1:
-        return (FORWARD, chunk, slot), None
-    return (BACKWARD, chunk + 1, slot), chunk
-
-
-def _leads_s(pipeline: Pipeline, devices: int) -> Floats:
-    """Return [chunks of the model, R] the earliest start of each chunk's first forward.
-
-    A device gathers one chunk's weights after the other's.
-    """
-    leads = pipeline.lead_s.copy()
-    if pipeline.gathering is not None:
-        sent_s = pipeline.gathering.until_s.max(axis=0)
-        for chunk in range(devices, len(leads)):
-            leads[chunk] += sent_s[chunk % devices : chunk : devices].sum()
-    return leads
-
-
 def _placed(stage: CostedStage, devices: Sequence[CostedStage]) -> CostedStage:
     """Return a chunk on its device's ranks; a tied weight's peer keeps the devices' distance."""
     device = devices[stage.number % len(devices)]
@@ -312,7 +176,7 @@ def fits(profile: Profile, layout: Layout, cut: Layout, limit_gib: float) -> boo
         states = sum(one.weights_gib + one.gradients_gib + one.optimizer_gib for one in own)
         messages = max(one.messages_gib for one in own)
         held = most = 0.0
-        for what, chunk, _ in order(unit.pp, chunks, layout.microbatches, device):
+        for what, chunk, _ in passes(unit.pp, chunks, layout.microbatches, device):
             held += keeps[chunk] * (what == FORWARD)
             most = max(most, held - keeps[chunk] + runs[chunk])
             held -= keeps[chunk] * (what == BACKWARD)

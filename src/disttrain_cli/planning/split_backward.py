@@ -20,6 +20,7 @@ from disttrain_cli.costs.layout import stages_of
 from disttrain_cli.costs.memory import layout_memory
 from disttrain_cli.planning.draws import Draws
 from disttrain_cli.planning.units import Cluster
+from disttrain_cli.schedule.one_f_one_b import inputs
 from disttrain_cli.simulation.makespan import Delayed, steps_s
 from disttrain_cli.simulation.step import pipelines_of
 from disttrain_cli.simulation.timeline import Floats, Pipeline
@@ -80,9 +81,10 @@ def timed(
     delays, split_s = _best(split_steps, [m or 0 for m in most], thorough)
     if split_s > whole_s * (1 - LEAST_GAIN):
         return layout, whole_s
+    waits = inputs(split_steps[0].cuts)
     chosen = [
         # nothing waits for the gradients of a first stage's inputs
-        None if m is None or (not delay and not split_steps[0].before(stage)) else delay
+        None if m is None or (not delay and (FORWARD, stage) not in waits) else delay
         for stage, (m, delay) in enumerate(zip(most, delays, strict=True))
     ]
     split = with_delays(layout, chosen)

@@ -81,8 +81,8 @@ class Delayed:
             mine = delays[chunk]
             follow_s = np.zeros((program.steps, ranks, len(mine)))
             last_s = np.zeros((ranks, len(mine)))
-            for stage in range(len(program.depth)):
-                places = program.backwards_of(stage)
+            for stage in range(len(program.ticks)):
+                places = program.at(stage, False)
                 which, counts = np.unique(mine[:, stage], return_counts=True)
                 for number, delay in enumerate(which[np.argsort(-counts, kind="stable")].tolist()):
                     # the most frequent one first, for all: searches change one stage at a time
@@ -141,7 +141,7 @@ def _run(
         exposed_s: [ranks, K] reductions after the last operations.
     """
     count = (spent_s if follow_s is None else follow_s).shape[-1]
-    ranks, stages = len(program.stage_of), len(program.depth)
+    ranks, stages = len(program.stage_of), len(program.ticks)
     hold_s = program.hold_s[:, program.stage_of, None]
     clock = np.zeros((ranks + stages + 1, count))
     arrived, latest = clock[:ranks], clock[ranks:-1]

@@ -1,11 +1,10 @@
-"""1F1B over units of different DP on separate devices: one vectorised update per schedule step.
+"""1F1B over units of different DP on separate devices: one vectorised update per tick.
 
-DeepSpeed's TrainSchedule puts forward(slot m, stage s) at step 2m+s and backward(m, s) at step
-2S-1-s+2m, where S is the length of the longest line of stages and s a stage's depth: S less the
-stages from it to the end, so that parallel lines end together. The two have different parities, so
-at every step a stage does one operation at most, and it waits for its own last one and for the one
-that its neighbour did a step before. All replicas of all stages are in one vector; what each of
-them waits for depends on the step's parity only and is looked up beforehand. If several stages feed
+`schedule.one_f_one_b` has the ticks of all passes; parallel lines of stages end together. At every
+tick a stage does one pass at most, and it waits for its own last one and for the one that its
+neighbour did a tick before. All replicas of all stages are in one vector; a stage's forwards are at
+ticks of one parity and its backwards at the others, so what each rank waits for depends on the
+tick's parity only and is looked up beforehand. If several stages feed
 one, it waits for all of them, and one that feeds several waits for the backwards of all of them (if
 lines after it are shorter, their last stage has time to spare between a slot's two passes). Sends
 do not block the sender. A slot enters a unit when all replicas of the unit before have finished it,
@@ -18,14 +17,16 @@ step's end.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from disttrain_cli.schedule.one_f_one_b import inputs, last_slots, ticks, weights_after
 from disttrain_cli.simulation.feeding import Feed, feeds_of, load_waits_s
-from disttrain_cli.simulation.timeline import Floats, Pipeline, Timeline, weights_after
+from disttrain_cli.simulation.timeline import Floats, Pipeline, Timeline
+from disttrain_cli.spec.trace import BACKWARD, FORWARD
 
 Ints = NDArray[np.int64]
 
@@ -54,65 +55,58 @@ def simulate_steps(pipelines: Sequence[Pipeline]) -> list[Timeline]:
 
 @dataclass(frozen=True)
 class Program:
-    """Operation of every rank at each step of the schedule; all stages' ranks are in one vector."""
+    """Pass of every rank at each tick; all stages' ranks are in one vector."""
 
-    steps: int
+    steps: int  # number of ticks
     first: Ints  # [S+1] first rank of every stage
     stage_of: Ints  # [ranks]
-    depth: Ints  # [S]
-    hold_s: Floats  # [steps, S] transfer before a stage's operation; -inf: no operation
-    # ranks, an additional stage that they wait for, transfer by step
+    ticks: list[tuple[range, range]]  # [S] of forwards and backwards, by slot
+    hold_s: Floats  # [steps, S] transfer before a stage's pass; -inf: no pass
+    # ranks, an additional stage that they wait for, transfer by tick
     joins: list[tuple[slice, int, Floats]]
-    sources: list[Ints]  # for even and odd steps, [ranks] index in the clock that they wait for
+    sources: list[Ints]  # for even and odd ticks, [ranks] index in the clock that they wait for
     awaited: list[int]  # stages whose latest replica others wait for
 
     def table(self, durations: Floats, is_forward: bool, spent: Floats) -> None:
-        """Enter durations [n, S, R, ...] of forwards or of backwards in a table of all operations.
+        """Enter durations [n, S, R, ...] of forwards or of backwards in a table of all passes.
 
         Args:
             durations: seconds of the passes.
             is_forward: they are forwards.
             spent: [steps, ranks, ...] the table.
         """
-        for stage, forward, steps_of in _operations(len(durations), self.depth):
-            if forward == is_forward:
-                ranks_of = slice(self.first[stage], self.first[stage + 1])
-                spent[steps_of, ranks_of] = durations[
-                    :, stage, : self.first[stage + 1] - self.first[stage]
-                ]
+        for stage in range(len(self.ticks)):
+            replicas = self.first[stage + 1] - self.first[stage]
+            spent[self.at(stage, is_forward)] = durations[:, stage, :replicas]
 
     def follow(self, pipeline: Pipeline, weight_s: Floats) -> Floats:
-        """Return [steps, ranks, ...] the weight gradients after each step's operations.
+        """Return [steps, ranks, ...] the weight gradients after each tick's passes.
 
         Args:
             pipeline: its replicas and delays are used.
             weight_s: [n, S, R, ...] durations of the weight gradients.
         """
         spent = np.zeros((self.steps, len(self.stage_of), *weight_s.shape[3:]))
-        for stage in range(len(self.depth)):
+        for stage in range(len(self.ticks)):
             own_s = weight_s[:, stage, : pipeline.replicas[stage]]
-            spent[self.backwards_of(stage)] = following(own_s, _delay(pipeline, stage))
+            spent[self.at(stage, False)] = following(own_s, _delay(pipeline, stage))
         return spent
 
-    def backwards_of(self, stage: int) -> tuple[slice, slice]:
-        """Return the index of a stage's backwards in a table [steps, ranks]."""
-        slots = self.steps // 2 - int(self.depth.max())
-        begin = 2 * int(self.depth.max()) + 1 - int(self.depth[stage])
-        return slice(begin, begin + 2 * slots - 1, 2), slice(
-            self.first[stage], self.first[stage + 1]
-        )
+    def at(self, stage: int, is_forward: bool) -> tuple[slice, slice]:
+        """Return the index of a stage's forwards or backwards in a table [steps, ranks]."""
+        own = self.ticks[stage][0 if is_forward else 1]
+        return _slice(own), slice(self.first[stage], self.first[stage + 1])
 
 
 def following(weight_s: Floats, delay: int) -> Floats:
     """Return [n, R, ...] weight gradients after each slot's backward, from a stage's [n, R, ...].
 
-    `timeline.weights_after` has their order.
+    `schedule.one_f_one_b.weights_after` has their order.
     """
-    slots = len(weight_s)
-    first = max(0, slots - 1 - delay)  # of the weight gradients after the last backward
+    last = last_slots(len(weight_s), delay)
     follow_s = np.zeros_like(weight_s)
-    follow_s[delay:-1] = weight_s[:first]
-    follow_s[-1] = weight_s[first:].sum(axis=0)
+    follow_s[delay:-1] = weight_s[: last.start]
+    follow_s[-1] = weight_s[last.start :].sum(axis=0)
     return follow_s
 
 
@@ -123,31 +117,34 @@ def _delay(pipeline: Pipeline, stage: int) -> int:
 def program_of(pipeline: Pipeline) -> Program:
     """Return the schedule of a pipeline without its durations."""
     slots, stages, _ = pipeline.forward_s.shape
-    to_end = pipeline.to_end
-    depth = to_end.max() - to_end
-    steps = 2 * (slots + int(depth.max()))
+    to_end = pipeline.to_end.tolist()
+    ticks_of = [ticks(slots, left, max(to_end) - left) for left in to_end]
+    steps = max(backwards.stop for _, backwards in ticks_of) - 1
     first = np.concatenate([[0], np.cumsum(pipeline.replicas)])
     stage_of = np.repeat(np.arange(stages), pipeline.replicas)
     hold_s = np.full((steps, stages), -np.inf)
     joins: list[tuple[slice, int, Floats]] = []
-    for stage, is_forward, steps_of in _operations(slots, depth):
-        cuts = pipeline.before(stage) if is_forward else pipeline.after(stage)
-        hold_s[steps_of, stage] = pipeline.transfer_s[cuts[-1]] if cuts else 0.0
-        for cut in cuts[:-1]:
-            other = pipeline.cuts[cut][0 if is_forward else 1]
-            joins.append((slice(first[stage], first[stage + 1]), other, np.full(steps, -np.inf)))
-            joins[-1][2][steps_of] = pipeline.transfer_s[cut]
-    sources = _sources(pipeline, first[:-1], stage_of, depth)
+    received = inputs(pipeline.cuts)
+    for stage, passes in enumerate(ticks_of):
+        for operation, own in zip((FORWARD, BACKWARD), map(_slice, passes), strict=True):
+            over = received.get((operation, stage), [])
+            hold_s[own, stage] = pipeline.transfer_s[over[-1][0]] if over else 0.0
+            for cut, other in over[:-1]:
+                ranks_of = slice(first[stage], first[stage + 1])
+                joins.append((ranks_of, other, np.full(steps, -np.inf)))
+                joins[-1][2][own] = pipeline.transfer_s[cut]
+    parity = np.array([forwards.start % 2 for forwards, _ in ticks_of])
+    sources = _sources(pipeline, first[:-1], stage_of, parity)
     waits = np.concatenate(sources) - len(stage_of)
     awaited = {*waits[(waits >= 0) & (waits < stages)].tolist(), *(other for _, other, _ in joins)}
-    return Program(steps, first, stage_of, depth, hold_s, joins, sources, sorted(awaited))
+    return Program(steps, first, stage_of, ticks_of, hold_s, joins, sources, sorted(awaited))
 
 
 def _step(pipeline: Pipeline, feeds: Sequence[Feed]) -> Timeline:
     """Simulate one step; the feeds continue from the one before."""
-    program, slots = program_of(pipeline), len(pipeline.forward_s)
-    first, stage_of, depth = program.first, program.stage_of, program.depth
-    ranks, stages = len(stage_of), len(depth)
+    program = program_of(pipeline)
+    first, stage_of = program.first, program.stage_of
+    ranks, stages = len(stage_of), len(program.ticks)
     spent_s, starts = np.zeros((program.steps, ranks)), np.empty((program.steps, ranks))
     program.table(pipeline.forward_s, True, spent_s)
     program.table(pipeline.backward_s, False, spent_s)
@@ -159,7 +156,7 @@ def _step(pipeline: Pipeline, feeds: Sequence[Feed]) -> Timeline:
     free = arrived if follow_s is None else arrived.copy()  # when each rank can continue
     held = np.empty(ranks)
     fed = [
-        (feed, int(depth[feed.stage]), slice(first[feed.stage], first[feed.stage + 1]))
+        (feed, program.ticks[feed.stage][0], slice(first[feed.stage], first[feed.stage + 1]))
         for feed in feeds
     ]
     for feed in feeds:
@@ -172,10 +169,9 @@ def _step(pipeline: Pipeline, feeds: Sequence[Feed]) -> Timeline:
         for ranks_of, other, transfer_s in program.joins:
             np.maximum(start[ranks_of], latest[other] + transfer_s[step], out=start[ranks_of])
         np.maximum(start, free, out=start)
-        for feed, begins, ranks_of in fed:
-            slot, between = divmod(step - begins, 2)
-            if 0 <= slot < slots and not between:
-                start[ranks_of] = feed.fetch(slot, start[ranks_of])
+        for feed, forwards, ranks_of in fed:
+            if step in forwards:
+                start[ranks_of] = feed.fetch(forwards.index(step), start[ranks_of])
         np.add(start, spent_s[step], out=arrived)
         np.maximum.reduceat(arrived, first[:-1], out=latest)
         if follow_s is not None:
@@ -184,11 +180,10 @@ def _step(pipeline: Pipeline, feeds: Sequence[Feed]) -> Timeline:
     ends += starts
     # [start or end, n, S, R]
     forward, backward = (np.full((2, *pipeline.forward_s.shape), np.nan) for _ in range(2))
-    for stage, is_forward, steps_of in _operations(slots, depth):
-        for table, values in zip(forward if is_forward else backward, (starts, ends), strict=True):
-            table[:, stage, : pipeline.replicas[stage]] = values[
-                steps_of, first[stage] : first[stage + 1]
-            ]
+    for stage, replicas in enumerate(pipeline.replicas.tolist()):
+        for is_forward, tables in ((True, forward), (False, backward)):
+            for table, values in zip(tables, (starts, ends), strict=True):
+                table[:, stage, :replicas] = values[program.at(stage, is_forward)]
     return Timeline(
         forward[0],
         forward[1],
@@ -217,19 +212,18 @@ def weight_times(
     return starts, starts + pipeline.weight_s
 
 
-def _operations(slots: int, depth: Ints) -> Iterator[tuple[int, bool, slice]]:
-    """Yield (stage, is forward, schedule steps of the slots in order) of all passes."""
-    for stage, begins in enumerate(depth.tolist()):
-        for is_forward, begin in ((True, begins), (False, 2 * int(depth.max()) + 1 - begins)):
-            yield stage, is_forward, slice(begin, begin + 2 * slots - 1, 2)
+def _slice(steps: range) -> slice:
+    return slice(steps.start, steps.stop, steps.step)
 
 
-def _sources(pipeline: Pipeline, first: Ints, stage_of: Ints, depth: Ints) -> list[Ints]:
-    """Return, for even and odd steps, [ranks] the index in the clock that each operation waits for.
+def _sources(pipeline: Pipeline, first: Ints, stage_of: Ints, parity: Ints) -> list[Ints]:
+    """Return, for even and odd ticks, [ranks] the index in the clock that each pass waits for.
 
     A forward waits for the stage before, a backward for the one after (the last of several): for
-    the same replica, or at the border of two units for the latest one. Stages with the step's
-    parity do forwards, the others backwards.
+    the same replica, or at the border of two units for the latest one.
+
+    Args:
+        parity: [S] of the ticks of a stage's forwards; its backwards are at the others.
     """
     stages, ranks = len(pipeline.replicas), len(stage_of)
     replica = np.arange(ranks) - first[stage_of]
@@ -250,4 +244,4 @@ def _sources(pipeline: Pipeline, first: Ints, stage_of: Ints, depth: Ints) -> li
             np.where(inside[stage_of], np.where(several[stage_of], whole, one), ranks + stages)
         )
     forward, backward = waits
-    return [np.where(depth[stage_of] % 2 == parity, forward, backward) for parity in (0, 1)]
+    return [np.where(parity[stage_of] == now, forward, backward) for now in (0, 1)]

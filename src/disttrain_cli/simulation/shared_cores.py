@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from disttrain_cli.simulation.timeline import Pipeline, Timeline, operations
-from disttrain_cli.spec.trace import COMPUTE, FORWARD, WEIGHTS
+from disttrain_cli.schedule.one_f_one_b import inputs, passes
+from disttrain_cli.simulation.timeline import Pipeline, Timeline
+from disttrain_cli.spec.trace import COMPUTE
 
 KINDS = range(len(COMPUTE))
 
@@ -28,10 +29,17 @@ def simulate_shared(pipeline: Pipeline, cores: int, shared_by: int) -> Timeline:
     replicas, later = pipeline.replicas.tolist(), pipeline.weight_delay
     delays = [None] * stages if pipeline.weight_s is None or later is None else later.tolist()
     orders = [
-        operations(slots, to_end, delay)
+        passes(slots, to_end, delay)
         for to_end, delay in zip(pipeline.to_end.tolist(), delays, strict=True)
     ]
-    inputs = [[_inputs(pipeline, stage, what) for what in KINDS] for stage in range(stages)]
+    # by (operation, stage): stage, transfer in s, and True if it crosses into a unit
+    received = {
+        key: [
+            (other, float(pipeline.transfer_s[cut]), bool(pipeline.entry[pipeline.cuts[cut][1]]))
+            for cut, other in own
+        ]
+        for key, own in inputs(pipeline.cuts).items()
+    }
     durations = [times_s.tolist() for times_s in pipeline.parts_s]
     # by [operation][slot][stage]: begin and end on each replica, and end on all of them
     shape = (len(KINDS), *pipeline.forward_s.shape)
@@ -50,7 +58,7 @@ def simulate_shared(pipeline: Pipeline, cores: int, shared_by: int) -> Timeline:
                 continue
             what, slot = orders[stage][index]
             ready = 0.0
-            for other, transfer_s, crosses in inputs[stage][what]:
+            for other, transfer_s, crosses in received.get((what, stage), ()):
                 end = complete[what][slot][other] if crosses else ends[what][slot][other][replica]
                 ready = max(ready, np.inf if end != end else end + transfer_s)
             if ready <= now:
@@ -83,18 +91,3 @@ def simulate_shared(pipeline: Pipeline, cores: int, shared_by: int) -> Timeline:
     finish = float((last + pipeline.reduce_s).max()) + pipeline.step_s
     split = weights if pipeline.weight_s is not None else (None, None)
     return Timeline(*forward, *backward, finish, None, *split)
-
-
-def _inputs(pipeline: Pipeline, stage: int, what: int) -> list[tuple[int, float, bool]]:
-    """Return an operation's inputs: stage, transfer in s, and True if it crosses into a unit."""
-    if what == WEIGHTS:
-        return []
-    cuts = pipeline.before(stage) if what == FORWARD else pipeline.after(stage)
-    return [
-        (
-            pipeline.cuts[cut][0 if what == FORWARD else 1],
-            float(pipeline.transfer_s[cut]),
-            bool(pipeline.entry[pipeline.cuts[cut][1]]),
-        )
-        for cut in cuts
-    ]

@@ -12,9 +12,10 @@ from functools import reduce
 import numpy as np
 from numpy.typing import NDArray
 
-from disttrain_cli.costs.overlap import Hidden, last_slots
+from disttrain_cli.costs.overlap import Hidden
+from disttrain_cli.schedule.one_f_one_b import last_slots
 from disttrain_cli.spec.stage_graph import stages_to_end
-from disttrain_cli.spec.trace import BACKWARD, FORWARD, WEIGHTS
+from disttrain_cli.spec.trace import WEIGHTS
 
 Floats = NDArray[np.float64]
 
@@ -105,14 +106,6 @@ class Pipeline:
         """[S] number of stages from each one to the end of its line, itself included."""
         return np.array(stages_to_end(self.cuts, len(self.replicas)))
 
-    def before(self, stage: int) -> list[int]:
-        """Return the indices of the cuts before a stage, over which it receives."""
-        return [cut for cut, (_, taker) in enumerate(self.cuts) if taker == stage]
-
-    def after(self, stage: int) -> list[int]:
-        """Return the indices of the cuts after a stage."""
-        return [cut for cut, (sender, _) in enumerate(self.cuts) if sender == stage]
-
 
 @dataclass(frozen=True)
 class Timeline:
@@ -145,30 +138,3 @@ class Timeline:
         return (
             float(1.0 - np.nansum(busy) / (ranks * self.iteration_s)) if self.iteration_s else 0.0
         )
-
-
-def operations(slots: int, to_end: int, delay: int | None = None) -> list[tuple[int, int]]:
-    """Return a stage's operations in order as (index in `COMPUTE`, slot): TrainSchedule's 1F1B.
-
-    With `to_end` stages from it to the end, the backward of slot k follows the forward of slot k +
-    to_end - 1, or of the last slot, as in DeepSpeed. Weight gradients are deferred by `delay`
-    slots; None: backwards are not split. Those that remain at the end are computed layer by layer,
-    over all their slots: here, as in traces, each takes its own time, one after the other.
-    """
-    ahead = to_end - 1
-    order = [(FORWARD, slot) for slot in range(min(ahead, slots))]
-    for slot in range(slots):
-        if slot + ahead < slots:
-            order.append((FORWARD, slot + ahead))
-        order.append((BACKWARD, slot))
-        order.extend((WEIGHTS, later) for later in weights_after(slot, slots, delay))
-    return order
-
-
-def weights_after(slot: int, slots: int, delay: int | None) -> range:
-    """Return the slots whose weight gradients follow the backward of a slot."""
-    if delay is None:
-        return range(0)
-    if slot + 1 == slots:
-        return last_slots(slots, delay)
-    return range(max(0, slot - delay), max(0, slot - delay + 1))

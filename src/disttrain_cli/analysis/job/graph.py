@@ -16,9 +16,10 @@ from disttrain_cli.analysis.job.recorded import chosen_steps
 from disttrain_cli.analysis.walk import Feeds, Floats, Ints, Walk, walk_of
 from disttrain_cli.costs.layout import CostedStage, optimizer_s, reduce_s, transfers_s
 from disttrain_cli.costs.overlap import hidden
+from disttrain_cli.schedule.one_f_one_b import inputs
 from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.stage_graph import cuts_of
-from disttrain_cli.spec.trace import BACKWARD, COMPUTE, FORWARD, Job
+from disttrain_cli.spec.trace import COMPUTE, Job
 
 #: Columns of the messages that a pass received and sent.
 _MESSAGES = ("received_bytes", "received_peer", "sent_bytes", "sent_peer")
@@ -156,11 +157,6 @@ def _numbered(operations: NDArray[Any]) -> Ints:
     return np.argmax(operations[:, None] == np.array(COMPUTE)[None, :], axis=1)
 
 
-def _feeding(stage: CostedStage, operation: int) -> tuple[int, ...]:
-    """Return the stages whose tensors a pass of a stage waits for."""
-    return {FORWARD: stage.before, BACKWARD: stage.after}.get(operation, ())
-
-
 def _unheard(
     stages: list[CostedStage],
     columns: dict[str, Any],
@@ -178,12 +174,12 @@ def _unheard(
     recorded = np.isin(received_peer, columns["rank"]).any(axis=1)
     groups: dict[tuple[tuple[str, int, int], ...], int] = {}
     unheard = np.full(len(depth), -1, dtype=np.int64)
+    received = inputs(cuts_of(stages))
     for index in np.flatnonzero(~recorded).tolist() if stages else ():
         stage = stages[depth[index]]
-        senders = _feeding(stage, int(columns["operation"][index]))
         lost = tuple(
             (stages[number].unit.name, stages[number].index, copy)
-            for number in senders
+            for _, number in received.get((int(columns["operation"][index]), depth[index]), ())
             for copy in (
                 [int(replica[index])]
                 if stages[number].unit.name == stage.unit.name
@@ -234,17 +230,9 @@ def expected_transfers(
     transfer_s = np.full(len(operation), np.inf)
     if shares_cores(job):
         return transfer_s
-    cuts = cuts_of(stages)
     seconds = transfers_s(job.profile, layout, stages, job.gpus_per_node)
-    for way in (FORWARD, BACKWARD):
-        for index in range(len(stages)):
-            times_s = [
-                second
-                for cut, second in zip(cuts, seconds, strict=True)
-                if cut[0 if way == BACKWARD else 1] == index
-            ]
-            if times_s:
-                transfer_s[(operation == way) & (depth == index)] = max(times_s)
+    for (way, index), own in inputs(cuts_of(stages)).items():
+        transfer_s[(operation == way) & (depth == index)] = max(seconds[cut] for cut, _ in own)
     return transfer_s
 
 
@@ -320,17 +308,12 @@ def _walk(
     for index in range(count):
         gathered.setdefault(key(index), []).append(index)
     at = {key: np.array(members, dtype=np.int64) for key, members in gathered.items()}
-    # by operation and depth, the depths that feed it; weight gradients need no tensors of others
-    near_by: dict[tuple[int, int], list[int]] = {}
-    for before, after in cuts:
-        near_by.setdefault((FORWARD, after), []).append(before)
-        near_by.setdefault((BACKWARD, before), []).append(after)
+    received = inputs(cuts)
     sources: list[Ints] = []
     feeds: list[Feeds] = []
     for index in range(count):
         operation, slot, depth = key(index)
-        depths = near_by.get((operation, depth), [])
-        feeding = [(operation, slot, d) for d in depths]
+        feeding = [(operation, slot, other) for _, other in received.get((operation, depth), ())]
         near = np.concatenate(
             [np.empty(0, np.int64), *(at[pass_] for pass_ in feeding if pass_ in at)]
         )

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pydantic import BaseModel
 
 from disttrain_cli.models.graph import LayerInfo, live_tensors
+from disttrain_cli.schedule.one_f_one_b import slots_in_flight
 from disttrain_cli.spec.stage_graph import Stage, StageGraph
 
 #: Name of the progress file: a double per process, the completed share of its work.
@@ -73,17 +74,12 @@ class StageSeen(BaseModel):
     host_mib: float = 0.0  # peak memory of the dry run's process
 
 
-def slots_in_flight(stage: Stage, microbatches: int) -> int:
-    """Return the slots whose activations a stage holds at a time, in DeepSpeed's 1F1B schedule."""
-    return min(microbatches, stage.to_end)
-
-
 def slots_seen(stage: Stage, microbatches: int) -> int:
     """Return the number of slots after which a stage's memory has reached its peak.
 
     With a split backward, weight gradients are deferred behind input gradients by `weight_delay`.
     """
-    flight = slots_in_flight(stage, microbatches)
+    flight = slots_in_flight(microbatches, stage.to_end)
     return min(microbatches, flight + 1 + (stage.weight_delay or 0))
 
 
@@ -107,7 +103,7 @@ def distinct(graph: StageGraph, table: Sequence[LayerInfo], microbatches: int) -
             tuple(graph.stages[number].unit.name for number in side)
             for side in (stage.before, stage.after)
         )
-        slots = (slots_in_flight(stage, microbatches), stage.weight_delay)
+        slots = (slots_in_flight(microbatches, stage.to_end), stage.weight_delay)
         alike = (stage.unit.name, layers, *slots, *cuts, *around)
         groups.setdefault(alike, []).append(stage)
     return list(groups.values())

@@ -44,7 +44,6 @@ from disttrain_cli.runtime.dryrun.stages import (
     OrderSeen,
     StageSeen,
     Wait,
-    slots_in_flight,
     slots_seen,
 )
 from disttrain_cli.runtime.dryrun.storages import bytes_of
@@ -65,6 +64,7 @@ from disttrain_cli.runtime.messages.proof import faults
 from disttrain_cli.runtime.units.routes import place_of
 from disttrain_cli.runtime.watching.device_clock import DeviceClock
 from disttrain_cli.runtime.watching.tracing import Tracer, wall_clock
+from disttrain_cli.schedule.one_f_one_b import slots_in_flight
 from disttrain_cli.spec.plan import Plan
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.runfile import Run, read_run
@@ -75,6 +75,7 @@ GIB = 2**30
 #: Instructions of a slot; the others end the step.
 OF_SLOT = (
     "_receive_activation",
+    "_load",
     "_forward",
     "_send_activation",
     "_receive_gradient",
@@ -160,7 +161,7 @@ def _seen(
     seen = StageSeen(
         stages=stages,
         rank=coords.rank,
-        slots_in_flight=slots_in_flight(coords.stage, most),
+        slots_in_flight=slots_in_flight(most, coords.stage.to_end),
         slots=slots_seen(coords.stage, most),
     )
     _look_up_layouts(run, coords, worst_slot(profile, plan.plan))
@@ -261,9 +262,9 @@ def watched(
             if slot != last:
                 return
             counts.update(observer.counts - before)
-            if name == "_forward":
+            if name in ("_load", "_forward"):
                 sent = bytes_of(list(engine._state.get(slot, {}).values()))  # to be sent
-                seen.kept_gib = (observer.alive_bytes - alive + received - sent) / GIB
+                seen.kept_gib += (observer.alive_bytes - alive + received - sent) / GIB
             moved = (
                 state
                 if "send" in name

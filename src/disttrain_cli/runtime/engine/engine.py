@@ -1,8 +1,8 @@
 """Step of one rank in a pipeline over units of different shapes.
 
-Executes DeepSpeed's 1F1B schedule (`PipeSchedule`), or this package's with a split backward
-(`split`): loads, computes (`StageRunner`) and moves (`Broker`) slots, then has gradients reduced
-(`Reduction`) and DeepSpeed's optimizer step (`StageEngine`). The gradient norm is computed once
+Executes its stage's program (`schedule.program`), one method per instruction: loads, computes
+(`StageRunner`) and moves (`Broker`) slots, then has gradients reduced (`Reduction`) and DeepSpeed's
+optimizer step (`StageEngine`). The gradient norm is computed once
 over all units: each rank counts its own partition or share. A stage without trained weights has no
 optimizer, but takes part in that reduction (deepspeed traps 7, 19, 33; docs/deepspeed.md).
 """
@@ -10,17 +10,15 @@ optimizer, but takes part in that reduction (deepspeed traps 7, 19, 33; docs/dee
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.pipe import schedule
 from torch import Tensor
 
-from disttrain_cli.costs.overlap import last_slots
 from disttrain_cli.data.ordering.levelling import dealt
 from disttrain_cli.data.slots import ReplicaItems, Slot, StepOrder
 from disttrain_cli.models.division import of_experts
@@ -37,13 +35,14 @@ from disttrain_cli.runtime.engine.optimizer import (
     sum_of_squares,
     tied_gradients,
 )
-from disttrain_cli.runtime.engine.split import SplitSchedule, WeightPass
 from disttrain_cli.runtime.engine.stage import StageRunner
 from disttrain_cli.runtime.units import communicators
 from disttrain_cli.runtime.units.broker import Broker, Brokers
 from disttrain_cli.runtime.watching.sensors import sensor_of
 from disttrain_cli.runtime.watching.tracing import Tracer
 from disttrain_cli.runtime.watching.turns import Turns
+from disttrain_cli.schedule.one_f_one_b import last_slots
+from disttrain_cli.schedule.program import Instruction, evaluation, program
 from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.runfile.train import TrainSpec
 from disttrain_cli.spec.stage_graph import RankCoords
@@ -82,8 +81,9 @@ class UnitEngine:
         self.loss_modules = loss_modules
         self.order: StepOrder
         self.fetch: Callable[[int], Batch]
-        # slot → tensors waiting between two instructions
+        # slot → tensors, and loaded inputs, waiting between two instructions
         self._state: dict[int, dict[str, Tensor]] = {}
+        self._loaded: dict[int, Batch] = {}
         # of this step, by slot and module
         self._amounts: dict[tuple[int, str], dict[str, int]] = {}
         self.data_wait_ns = 0
@@ -141,32 +141,21 @@ class UnitEngine:
         for broker in (self.upstream, self.downstream):
             if broker is not None:
                 broker.expect(order.slots)
-        self._execute(self._schedule(len(order.slots)))
+        sends_first = not communicators.in_order()
+        self._execute(program(self.coords.stage, len(order.slots), sends_first))
 
     def evaluate(self, order: StepOrder, fetch: Callable[[int], Batch]) -> dict[str, float]:
         """Run the forwards of a step without trace rows; return the world's losses by name.
 
-        Losses are weighted. DeepSpeed's schedule for inference loads before it receives (deepspeed
-        trap 17). At most one slot is in flight to the next stage, so that a fast stage does not
-        fill the memory of a slow one.
+        Losses are weighted.
         """
-        self.order, self.fetch, self._state = order, fetch, {}
+        self.order, self.fetch = order, fetch
         self.runner.losses.clear()
         self.module.eval()
         self.tracer.silent = True
         try:
             with torch.no_grad():
-                for slot in range(len(order.slots)):
-                    if self.upstream is not None:
-                        self._receive_activation(slot)
-                    with self._at("forward", slot):
-                        self._forward(slot)
-                    self.runner.in_flight.pop(slot)
-                    if self.downstream is not None:
-                        self.downstream.drain()
-                        self._send_activation(slot)
-            if self.downstream is not None:
-                self.downstream.drain()
+                self._execute(evaluation(self.coords.stage, len(order.slots)))
             sums = torch.stack(self.runner.sum_losses(self.loss_modules, self.device))
             dist.all_reduce(sums)
             return dict(zip(self.loss_modules, read(sums), strict=True))
@@ -177,55 +166,13 @@ class UnitEngine:
         """Return the global gradient norm of the last step, before clipping."""
         return self._norm
 
-    def _schedule(self, slots: int) -> schedule.TrainSchedule:
-        stage = self.coords.stage
-        line = {
-            "micro_batches": slots,
-            "stages": stage.depth + stage.to_end,
-            "stage_id": stage.depth,
-        }
-        if stage.weight_delay is None:
-            return schedule.TrainSchedule(**line)
-        return SplitSchedule(stage.weight_delay, **line)
-
-    def _execute(self, pipe_schedule: schedule.PipeSchedule) -> None:
-        """Execute DeepSpeed's schedule, with slot numbers in place of its buffer numbers."""
-        self._state = {}
-        forwards, backwards, weights = 0, 0, 0
-        for commands in pipe_schedule:
-            for command in sorted(commands, key=self._late):
-                kind = type(command)
-                if kind in (schedule.RecvActivation, schedule.ForwardPass):
-                    slot = forwards
-                elif kind is schedule.SendActivation:
-                    slot = forwards - 1
-                elif kind in (schedule.RecvGrad, schedule.BackwardPass):
-                    slot = backwards
-                elif kind is schedule.SendGrad:
-                    slot = backwards - 1
-                elif kind is WeightPass:
-                    slot = weights
-                else:
-                    slot = -1
-                method = self._INSTRUCTIONS[kind]
-                operation = method.removeprefix("_")
-                self.tracer.begin(operation, slot)
-                with self._at(operation.replace("_", " "), slot):
-                    getattr(self, method)(slot)
-                forwards += kind is schedule.ForwardPass
-                backwards += kind is schedule.BackwardPass
-                weights += kind is WeightPass
-
-    def _late(self, command: schedule.PipeInstruction) -> bool:
-        """Return True for instructions to be sorted after the sends.
-
-        Sends go first where they cannot block (gloo); NCCL keeps the stock order, which pairs both
-        sides.
-        """
-        return not communicators.in_order() and type(command) not in (
-            schedule.SendActivation,
-            schedule.SendGrad,
-        )
+    def _execute(self, instructions: Iterable[Instruction]) -> None:
+        """Execute each instruction by the method of its name, which subclasses may override."""
+        self._state, self._loaded = {}, {}
+        for operation, slot, _ in instructions:
+            self.tracer.begin(operation, slot)
+            with self._at(operation.replace("_", " "), slot):
+                getattr(self, f"_{operation}")(slot)
 
     def _receive_activation(self, slot: int) -> None:
         assert self.upstream is not None
@@ -234,26 +181,26 @@ class UnitEngine:
         self._state[slot] = tensors
         self.tracer.record("receive_activation", start, slot=slot, bytes=size, peer=peer)
 
-    def _forward(self, slot: int) -> None:
+    def _load(self, slot: int) -> None:
         start, asked_ns = self.tracer.mark(), self.tracer.now()
-        self.tracer.begin("load", slot)
-        batch = self.fetch(slot)
+        self._loaded[slot] = self.fetch(slot)
         self.data_wait_ns += self.tracer.now() - asked_ns
         self.tracer.record("load", start, slot=slot)
+
+    def _forward(self, slot: int) -> None:
         self._state[slot] = self.runner.forward(
-            slot, self._state.pop(slot, {}), batch, self._timed("forward", slot)
+            slot, self._state.pop(slot, {}), self._loaded.pop(slot), self._timed("forward", slot)
         )
 
     def _send_activation(self, slot: int) -> None:
-        # last stage of a shorter line; other lines have more stages
-        if self.downstream is None:
-            return
+        assert self.downstream is not None
         start = self.tracer.mark()
         size, peer = self.downstream.send(self.order.slots[slot], self._state.pop(slot))
         self.tracer.record("send_activation", start, slot=slot, bytes=size, peer=peer)
 
     def _receive_gradient(self, slot: int) -> None:
-        if self.downstream is None or not self.runner.segments[-1].returning:
+        assert self.downstream is not None
+        if not self.runner.segments[-1].returning:
             return
         start = self.tracer.mark()
         gradients, size, peer = self.downstream.receive(self.order.slots[slot])
@@ -293,13 +240,16 @@ class UnitEngine:
         size, peer = self.upstream.send(self.order.slots[slot], self._state.pop(slot))
         self.tracer.record("send_gradient", start, slot=slot, bytes=size, peer=peer)
 
-    def _reduce(self, slot: int) -> None:
+    def _wait(self, slot: int) -> None:
+        """Wait until all sends have finished."""
         start = self.tracer.mark()
         waited = [
             broker.drain() for broker in (self.upstream, self.downstream) if broker is not None
         ]
         if any(waited):
             self.tracer.record("wait", start)
+
+    def _reduce(self, slot: int) -> None:
         start = self.tracer.mark()
         self._reduce_gradients()
         self._sum_tied_gradients()
@@ -450,25 +400,6 @@ class UnitEngine:
         self.tracer.record(
             operation, start, end, slot=slot, module=module, **self._amounts[slot, module]
         )
-
-    def _nothing(self, slot: int) -> None:
-        """Do nothing: `_reduce` sums tied weights, and `_forward` loads the layers' inputs."""
-
-    #: Method names, so that subclasses may override one; DeepSpeed's map holds functions of its
-    #: class (trap 4).
-    _INSTRUCTIONS = {  # noqa: RUF012
-        schedule.OptimizerStep: "_step",
-        schedule.ReduceGrads: "_reduce",
-        schedule.ReduceTiedGrads: "_nothing",
-        schedule.LoadMicroBatch: "_nothing",
-        schedule.ForwardPass: "_forward",
-        schedule.BackwardPass: "_backward",
-        WeightPass: "_weights",
-        schedule.SendActivation: "_send_activation",
-        schedule.RecvActivation: "_receive_activation",
-        schedule.SendGrad: "_send_gradient",
-        schedule.RecvGrad: "_receive_gradient",
-    }
 
 
 def amounts(slot: Slot, module: str, items: ReplicaItems) -> dict[str, int]:

@@ -173,7 +173,8 @@ class StageRunner:
                     "forward", slot, segment.first_layer, segment.module, [*state.values(), *losses]
                 )
             done()
-        self.in_flight[slot] = saved
+        if torch.is_grad_enabled():
+            self.in_flight[slot] = saved
         return state
 
     def backward(

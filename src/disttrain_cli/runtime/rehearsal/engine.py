@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from disttrain_cli.costs.overlap import Hidden, last_slots
+from disttrain_cli.costs.overlap import Hidden
 from disttrain_cli.data.ordering.levelling import dealt
 from disttrain_cli.data.slots import StepOrder
 from disttrain_cli.models.layer import Batch
@@ -18,6 +18,7 @@ from disttrain_cli.runtime.engine.engine import UnitEngine, amounts
 from disttrain_cli.runtime.rehearsal.device import Device
 from disttrain_cli.runtime.rehearsal.feeding import Feeder, StepWork
 from disttrain_cli.runtime.watching.tracing import Tracer
+from disttrain_cli.schedule.one_f_one_b import last_slots
 from disttrain_cli.spec.trace import FORWARD, WEIGHTS
 
 #: Margin between the last ready host and the step, for all hosts to issue the first operation.
