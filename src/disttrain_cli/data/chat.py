@@ -22,6 +22,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from functools import cached_property
 from itertools import groupby
+from os.path import commonprefix
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -136,6 +137,18 @@ class Chat:
         if parts and parts[0].kind == TEXT and parts[0].trained:
             raise ValueError("the chat template starts with the answer: no prompt precedes it")
         return parts
+
+    def message(self, ids: list[int]) -> str:
+        """Return the user's message before an answer, without role words and special tokens.
+
+        Args:
+            ids: tokens from the end of the answer before, if any, to the answer's first.
+        """
+        text = str(self._rules.decode(ids, skip_special_tokens=False))
+        before, after = self._around_message
+        text = text.rpartition(before)[2] if before else text
+        text = text.rpartition(after)[0] if after and after in text else text
+        return self._specials.sub("", text).strip()
 
     def reads(self, key: str) -> bool:
         """Return True if the template may read this key of a turn."""
@@ -358,6 +371,23 @@ class Chat:
         ]
         shared = min(headers, key=len, default="")
         return shared if all(one.startswith(shared) for one in (self._header, *headers)) else ""
+
+    @cached_property
+    def _around_message(self) -> tuple[str, str]:
+        """Texts before and after any user's message: its header, and its end or the next header."""
+        absent = chr(ABSENT[0])
+        asked, mine = self._asked(ASKED), self._asked(absent)
+        sides = [
+            self._tried(messages).partition(absent)
+            for messages in ([mine], [asked, asked | {"role": "assistant"}, mine])
+        ]
+        before = commonprefix([before[::-1] for before, _, _ in sides])[::-1]
+        for ending in self._endings:
+            before = before.rpartition(ending)[2]
+        if special := self._specials.search(before):  # before it, the end of another one
+            before = before[special.start() :]
+        after = commonprefix([after for _, _, after in sides]).strip()
+        return before.strip(), after or (self._role or self._header).strip()
 
     @cached_property
     def _endings(self) -> list[str]:
