@@ -305,11 +305,11 @@ def order(
 
 def _after_latents(run: Run, index: Index) -> str:
     """Return the command to run next: `profile` again if model or data have changed."""
-    from disttrain_cli.spec.profile import read_profile
+    from disttrain_cli.spec.profile import profile_of
 
     if not run.dir.profile.is_file():
         return "profile"
-    profile = read_profile(run.dir.profile)
+    profile = profile_of(run)
     made_for, have = profile.fingerprints, (run.file.model_fingerprint(), index.fingerprint)
     fits = profile.inputs == index.inputs and (made_for.model, made_for.data) == have
     return "plan" if fits and not run.dir.plan.is_file() else "train" if fits else "profile"

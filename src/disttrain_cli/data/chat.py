@@ -21,8 +21,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from functools import cached_property
-from itertools import groupby
-from os.path import commonprefix
+from itertools import groupby, takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -377,16 +376,16 @@ class Chat:
         """Texts before and after any user's message: its header, and its end or the next header."""
         absent = chr(ABSENT[0])
         asked, mine = self._asked(ASKED), self._asked(absent)
-        sides = [
+        (first, _, end), (later, _, later_end) = (
             self._tried(messages).partition(absent)
             for messages in ([mine], [asked, asked | {"role": "assistant"}, mine])
-        ]
-        before = commonprefix([before[::-1] for before, _, _ in sides])[::-1]
+        )
+        before = _shared(first[::-1], later[::-1])[::-1]
         for ending in self._endings:
             before = before.rpartition(ending)[2]
         if special := self._specials.search(before):  # before it, the end of another one
             before = before[special.start() :]
-        after = commonprefix([after for _, _, after in sides]).strip()
+        after = _shared(end, later_end).strip()
         return before.strip(), after or (self._role or self._header).strip()
 
     @cached_property
@@ -513,3 +512,9 @@ def _content(text: str) -> list[dict[str, str]]:
 def _absent(text: str) -> str:
     """Return a character that a text does not contain."""
     return next(character for character in map(chr, ABSENT) if character not in text)
+
+
+def _shared(one: str, other: str) -> str:
+    """Return the longest text with which both begin."""
+    pairs = zip(one, other, strict=False)
+    return "".join(first for first, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
