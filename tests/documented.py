@@ -56,7 +56,8 @@ def build_wheel(folder: Path) -> Path:
 def install_wheel(folder: Path) -> dict[str, str]:
     """Install the wheel into an environment below `folder`; return variables that activate it.
 
-    Its dependencies are those of the environment that runs the tests; nothing is downloaded.
+    Its dependencies are those of the environment that runs the tests; nothing is downloaded. An
+    empty PYTHONPATH keeps this checkout out.
     """
     place = folder / "environment"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", place], check=True)
@@ -66,9 +67,9 @@ def install_wheel(folder: Path) -> dict[str, str]:
     pip = [sys.executable, "-m", "pip", "--python", scripts / "python", "install", "--quiet"]
     options = ["--no-deps", "--no-index", "--ignore-installed", "--disable-pip-version-check"]
     subprocess.run([*pip, *options, build_wheel(folder)], check=True)
-    variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    return variables | {
+    return {
         "PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": "",
         "VIRTUAL_ENV": str(place),
         "OMP_NUM_THREADS": "1",
         "EDITOR": "true",

@@ -159,6 +159,13 @@ def rehearsed(folder: Path) -> None:
         subprocess.run(["disttrain", *words], cwd=folder, check=True, capture_output=True)
 
 
+def priced(folder: Path) -> None:
+    """Change the run file as the page says, to what would be bought and for how much."""
+    (written,) = documented.blocks_of(ROOT / "docs" / "howto" / "plan-before-buying.md", "yaml")
+    fields = yaml.safe_load(written)["cluster"]
+    edit(folder / "disttrain.yaml", {f"cluster.{name}": value for name, value in fields.items()})
+
+
 def kineto(name: str, folder: Path) -> None:
     (folder / name).mkdir()
     traces.job(folder / name, [[400, 410, 405, 402]] * 7 + [[900, 905, 910, 915]])
@@ -194,6 +201,9 @@ NEEDS: dict[str, dict[str, Callable[[Path], None]]] = {
         "disttrain profile": two_folders,
         "disttrain data check": own_data,
         "disttrain profile joint.yaml": joint,
+    },
+    "docs/howto/plan-before-buying.md": {
+        "disttrain plan --gpus 8,16,64 --device H100,B200": priced,
     },
     "docs/howto/pytorch-traces.md": {
         "disttrain analyze dlrm-8rank --html report.html": partial(kineto, "dlrm-8rank"),
@@ -237,7 +247,8 @@ def test_every_command_of_a_page_runs_as_printed(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("os.environ", variables)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
     where, needs = tmp_path / "where", dict(NEEDS.get(name_of(page), {}))
     here = tmp_path / "page"
     here.mkdir()
@@ -250,7 +261,6 @@ def test_every_command_of_a_page_runs_as_printed(
         done = subprocess.run(
             ["bash", "-c", f'{command}\ncode=$?; pwd > "{where}"; exit $code'],
             cwd=here,
-            env=variables,
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
