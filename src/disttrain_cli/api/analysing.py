@@ -98,8 +98,11 @@ def folder_of(path: Path | str) -> Path:
     """
     from disttrain_cli.spec.runfile import read_run
 
-    file = Path(path) / DEFAULT_RUN_FILE
-    return read_run(file).dir.root if file.is_file() else Path(path)
+    folder = Path(path)
+    if not (folder / DEFAULT_RUN_FILE).is_file():
+        return folder
+    run = read_run(folder / DEFAULT_RUN_FILE)
+    return folder / run.dir.root.relative_to(run.folder)  # as typed
 
 
 def sql(query: str, *paths: Path | str, progress: Progress = silent) -> pyarrow.Table:
