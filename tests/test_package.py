@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 import subprocess
 import sys
 import tomllib
@@ -15,6 +14,7 @@ import pytest
 
 from disttrain_cli import __version__
 from disttrain_cli.spec import extras
+from tests import documented
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -98,17 +98,7 @@ def test_extras_are_described_and_installed_by_what_is_published(monkeypatch):
 @pytest.mark.slow
 def test_a_wheel_runs_and_holds_what_messages_name(tmp_path):
     """Built and unpacked without an index, it answers for itself from another folder."""
-    source, built = tmp_path / "source", tmp_path / "built"
-    source.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    for name in ("src", "docs"):
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("*.egg-info"))
-    build = "import sys; from setuptools.build_meta import build_wheel; build_wheel(sys.argv[1])"
-    subprocess.run(
-        [sys.executable, "-c", build, built], cwd=source, check=True, capture_output=True
-    )
-    with zipfile.ZipFile(next(built.glob("*.whl"))) as wheel:
+    with zipfile.ZipFile(documented.build_wheel(tmp_path)) as wheel:
         names = set(wheel.namelist())
         wheel.extractall(tmp_path / "there")
     shared = f"disttrain-{__version__}.data/data/share/disttrain/docs"

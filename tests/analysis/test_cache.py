@@ -37,6 +37,11 @@ def test_built_once_until_an_input_or_the_version_changes(source):
     assert cache.cached([link], "1", fails)[0].read_bytes() == b"later"
 
 
+def test_the_folder_is_the_users_alone(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "new"))
+    assert cache.cache_folder().stat().st_mode & 0o777 == 0o700
+
+
 def test_a_failure_leaves_nothing_behind(source):
     def half(path):
         path.write_bytes(b"half")

@@ -10,6 +10,7 @@ import pytest
 from disttrain_cli.app import main
 from disttrain_cli.commands.analyze_tables import MOST_OPERATIONS
 from tests.analysis import synthetic
+from tests.runtime.factory import write_run
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +43,13 @@ def test_the_verdict_comes_first_and_the_report_last(run_dir, capsys):
     ):
         assert word in out
     assert f"Next: {document['verdict']['next_command']}" in err
+
+
+def test_a_run_files_folder_is_its_run(run_dir, capsys):
+    top, count = run_dir.parent.parent, ["--sql", "SELECT count(*) FROM trace", "--json"]
+    write_run(top, top, name="demo")
+    code, out, _ = call([top, *count], capsys)
+    assert code == 0 and out == call([run_dir, *count], capsys)[1]
 
 
 def test_json_has_the_promised_keys(run_dir, capsys):

@@ -175,15 +175,23 @@ def test_letters_that_stdout_lacks_are_no_bug(tmp_path):
         assert words[1] in json.dumps(json.loads(document.stdout), ensure_ascii=False)
 
 
-@pytest.mark.parametrize("words", [["plan"], ["plan", "--json"]])
-def test_an_interrupt_while_the_program_is_loaded_is_130(tmp_path, words):
-    (tmp_path / "typer.py").write_text("raise KeyboardInterrupt\n")
+@pytest.mark.parametrize("json_mode", [False, True])
+@pytest.mark.parametrize(
+    ("command", "event", "code", "what"),
+    [
+        ("plan", "raise KeyboardInterrupt", 130, "Interrupted"),
+        ("train", "import os, signal; os.kill(os.getpid(), signal.SIGTERM)", 143, "Terminated"),
+    ],
+)
+def test_a_signal_while_the_program_is_loaded_is_reported(
+    tmp_path, command, event, code, what, json_mode
+):
+    (tmp_path / "typer.py").write_text(f"{event}\n")
     path = os.pathsep.join([str(tmp_path), *sys.path])
+    words = [command, *["--json"] * json_mode]
     done = run_module(words, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": path})
-    assert done.returncode == 130 and "Traceback" not in done.stderr
-    assert "Interrupted" in (
-        json.loads(done.stdout)["error"]["what"] if "--json" in words else done.stderr
-    )
+    assert done.returncode == code and "Traceback" not in done.stderr
+    assert what in (json.loads(done.stdout)["error"]["what"] if json_mode else done.stderr)
 
 
 def raise_in_plan(monkeypatch, error):

@@ -12,7 +12,10 @@ from disttrain_cli import api
 from disttrain_cli.api import measuring
 from disttrain_cli.app import main
 from disttrain_cli.spec.progress import silent
+from disttrain_cli.spec.runfile import read_run
+from disttrain_cli.spec.whole import write_whole
 from tests.data.dataset import damaged, encoded, write_tar
+from tests.planning.synthetic import run_file, tiny
 
 
 def serve(capsys, *words):
@@ -116,6 +119,14 @@ def test_a_check_lists_every_sample_with_its_reason_and_leaves_it_out(damaged_fo
         ("03", "data/captions/0.tar"),
         ("05", "data/captions/0.tar"),
     ]
+
+    run, profile = read_run(damaged_folder / "disttrain.yaml"), tiny(run_file())
+    model = run.file.model_fingerprint()
+    for data, then in (("of other samples", "profile"), (told["data"], "plan")):
+        made_for = profile.fingerprints.model_copy(update={"model": model, "data": data})
+        profile = profile.model_copy(update={"fingerprints": made_for})
+        write_whole(run.dir.profile, profile.model_dump_json())
+        assert f"Next: disttrain {then}" in check(capsys, damaged_folder)[2]
 
 
 @pytest.mark.parametrize(("allowed", "listed"), [("0.06", ["/03", "/05"]), ("0.01", ["/03"])])

@@ -11,7 +11,6 @@ from disttrain_cli.profiling.analytic import _counted
 from disttrain_cli.profiling.footprints import running
 from disttrain_cli.profiling.tp_overlap import _events
 from disttrain_cli.spec.profile import Polynomial
-from disttrain_cli.spec.user_cache import cache_folder
 
 
 def flops(model: str) -> dict[int, list[LayerFlops]]:
@@ -22,7 +21,7 @@ def flops(model: str) -> dict[int, list[LayerFlops]]:
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return cache_folder() / "layers"
+    return tmp_path / "cache" / "disttrain" / "layers"
 
 
 def asked(key: str) -> tuple[object, bool]:

@@ -254,6 +254,7 @@ def test_an_interrupted_profile_goes_on(
         if what.startswith("measure links") and done:
             raise Interrupted
 
+    monkeypatch.setattr("disttrain_cli.profiling.device.gemm_peak_tflops", lambda precision: 0.1)
     monkeypatch.setattr("disttrain_cli.profiling.processes.SAVE_S", 0.2)
     monkeypatch.setattr("disttrain_cli.profiling.worker.REPORT_S", 0.1)
     with pytest.raises(Interrupted):

@@ -18,12 +18,14 @@ def test_records_come_back_with_their_key_and_not_with_another(tmp_path: Path) -
             times={"block": [[1.0, 2.0]]}, kept_bytes={"block": 3.0}
         )
     }
-    save(path, "key", records)
-    assert load(path, "key", CLUSTER) == records
-    assert load(path, "other", CLUSTER) == {}
-    save(path, "key", records, completed_for=CLUSTER)
-    assert load(path, "key", CLUSTER) == {}  # profiling again measures again
-    assert load(path, "key", CLUSTER | {"nodes": 2}) == records
+    save(path, "key", 0.2, records)
+    assert load(path, "key", 0.2, CLUSTER) == records
+    assert load(path, "other", 0.2, CLUSTER) == {}
+    assert load(path, "key", 0.22, CLUSTER) == records
+    assert load(path, "key", 0.05, CLUSTER) == load(path, "key", 0.8, CLUSTER) == {}  # of a load
+    save(path, "key", 0.2, records, completed_for=CLUSTER)
+    assert load(path, "key", 0.2, CLUSTER) == {}  # profiling again measures again
+    assert load(path, "key", 0.2, CLUSTER | {"nodes": 2}) == records
 
 
 @pytest.mark.parametrize(
@@ -33,4 +35,4 @@ def test_a_file_that_is_none_is_passed_over(tmp_path: Path, content: str | None)
     path = tmp_path / "layers.json"
     if content is not None:
         path.write_text(content)
-    assert load(path, "key", CLUSTER) == {}
+    assert load(path, "key", 0.2, CLUSTER) == {}

@@ -59,22 +59,24 @@ def test_the_loss_of_conversations_is_the_librarys_own(tmp_path, family):
 @pytest.mark.slow
 @pytest.mark.parametrize("family", BY_COMMANDS)
 def test_an_export_of_two_steps_has_the_loss_of_the_third(tmp_path, family):
-    model, processor = write(tmp_path / "whole", family)
-    write_json(tmp_path / "data")
+    here = tmp_path / "before"
+    model, processor = write(here / "whole", family)
+    write_json(here / "data")
     run_of(
-        tmp_path / "whole",
+        here / "whole",
         data={"sequence_length": 1024},
         cluster={"gpus_per_node": 2},
         global_batch_size=1,  # of all conversations
         steps=3,
         checkpoint={"every_steps": 1},
     )
-    document(tmp_path, "profile", "--device", "cpu")
-    document(tmp_path, "plan")
-    losses = [one["losses"]["text"] for one in document(tmp_path, "train")["steps"]]
-    document(tmp_path, "export", "--to", "out", "--checkpoint", 2)
-    exported = AutoModelForImageTextToText.from_pretrained(tmp_path / "out").eval()
-    again = AutoProcessor.from_pretrained(tmp_path / "out")
+    document(here, "profile", "--device", "cpu")
+    document(here, "plan")
+    here = here.rename(tmp_path / "moved")
+    losses = [one["losses"]["text"] for one in document(here, "train")["steps"]]
+    document(here, "export", "--to", "out", "--checkpoint", 2)
+    exported = AutoModelForImageTextToText.from_pretrained(here / "out").eval()
+    again = AutoProcessor.from_pretrained(here / "out")
     again.return_mm_token_type_ids = processor.return_mm_token_type_ids
     assert losses[0] == pytest.approx(float(loss_by_library(model, processor)[0]), abs=1e-4)
     assert losses[2] == pytest.approx(float(loss_by_library(exported, again)[0]), abs=1e-4)

@@ -48,7 +48,6 @@ def cached(
         if target.is_file():
             os.utime(target)
             return target, True
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         work = Path(tempfile.mkdtemp(prefix=".building-", dir=folder))
     except OSError:
         work, target = Path(tempfile.mkdtemp(prefix="disttrain-")), None

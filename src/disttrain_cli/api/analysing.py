@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from disttrain_cli.api.opening import check_number, name_run, not_over, open_run, path_of
-from disttrain_cli.calls import call
+from disttrain_cli.calls import DEFAULT_RUN_FILE, call
 from disttrain_cli.errors import DataError, UsageError
 from disttrain_cli.naming import run_file_beside, with_named
 from disttrain_cli.spec.progress import Progress, silent
@@ -43,8 +43,8 @@ def analyze(
     """Explain a run from its traces, and write the report page.
 
     Args:
-        paths: run folders, trace folders, or traces of any PyTorch job (Kineto); if none is given,
-            the run of ./disttrain.yaml.
+        paths: run folders, folders of run files, trace folders, or traces of any PyTorch job
+            (Kineto); if none is given, the run of ./disttrain.yaml.
         html: file for the report page, instead of the one in the run's folder.
         compare: an earlier run to compare this one with.
 
@@ -53,7 +53,7 @@ def analyze(
         UsageError: `html` is one of the paths.
     """
     named, folders = _named(paths)
-    page, earlier = path_of(html), path_of(compare)
+    page, earlier = path_of(html), None if compare is None else folder_of(compare)
     not_over(page, *folders)
     from disttrain_cli.analysis import analyze as analysing
     from disttrain_cli.analysis.compare import compare as changes_between
@@ -83,11 +83,26 @@ def analyze(
 
 def _named(paths: Sequence[Path | str]) -> tuple[list[Path], list[Path]]:
     """Return the paths, and the folders to read: the run of ./disttrain.yaml if none is given."""
-    named = [Path(path) for path in paths]
+    named = [folder_of(path) for path in paths]
     if not named:
         return [], [open_run().dir.root]
     name_run(run_file_beside(named[0]), named)
     return named, named
+
+
+def folder_of(path: Path | str) -> Path:
+    """Return a path of traces; that of a run file's folder is its run's.
+
+    Raises:
+        SpecError: the run file is wrong.
+    """
+    from disttrain_cli.spec.runfile import read_run
+
+    folder = Path(path)
+    if not (folder / DEFAULT_RUN_FILE).is_file():
+        return folder
+    run = read_run(folder / DEFAULT_RUN_FILE)
+    return folder / run.dir.root.relative_to(run.folder)  # as typed
 
 
 def sql(query: str, *paths: Path | str, progress: Progress = silent) -> pyarrow.Table:

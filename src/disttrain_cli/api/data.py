@@ -51,6 +51,7 @@ class Checked:
     lost: int  # number of skipped samples
     skipped: list[Skipped]
     unread_files: list[str]
+    data: str  # fingerprint of the index, before this check
 
 
 @dataclass(frozen=True)
@@ -160,6 +161,7 @@ def data_check(run: Run | Path | str = DEFAULT_RUN_FILE, *, progress: Progress =
         lost=samples_lost(skipped),
         skipped=skipped,
         unread_files=index.unread_files,
+        data=index.fingerprint,
     )
 
 

@@ -106,12 +106,12 @@ def plan(
     from disttrain_cli.simulation.faults import check_faults
     from disttrain_cli.spec.hostfile import read_hostfile
     from disttrain_cli.spec.plan import write_plan
-    from disttrain_cli.spec.profile import read_profile
+    from disttrain_cli.spec.profile import profile_of
     from disttrain_cli.spec.whole import is_own_file
 
     target, profile_path = path_of(out), path_of(profile) or opened.dir.profile
     not_over(target, opened.path, profile_path, opened.dir.index)
-    costs = read_profile(profile_path)
+    costs = profile_of(opened, profile_path)
     if profile is None:  # naming a profile implies its device
         check_device(opened.file, costs)
     costs = _resized(opened, costs, profile_path, note)
@@ -214,13 +214,13 @@ def compare_clusters(
     from disttrain_cli.planning.ranges import with_range
     from disttrain_cli.planning.solve import cluster_of, ranked_as, solve
     from disttrain_cli.spec.prices import read_prices
-    from disttrain_cli.spec.profile import read_profile
+    from disttrain_cli.spec.profile import profile_of
 
     opened = open_run(run)
     stated = opened.file.cluster.device.partition(":")[2]  # empty for a device of this machine
     path = path_of(profile) or opened.dir.profile
     none_needed = devices or (stated and not profile)
-    known = None if none_needed and not path.is_file() else read_profile(path)
+    known = None if none_needed and not path.is_file() else profile_of(opened, path)
     if known and not (profile or devices):
         check_device(opened.file, known)
     prices = read_prices(opened, stated or (known.device.name if known else ""))
@@ -339,11 +339,11 @@ def checked_plan(run: Run, plan: Plan | Path | str | None = None) -> tuple[Plan,
     from disttrain_cli.planning.check import check, check_memory
     from disttrain_cli.planning.solve import with_own_prediction
     from disttrain_cli.spec.plan import read_plan
-    from disttrain_cli.spec.profile import read_profile
+    from disttrain_cli.spec.profile import profile_of
 
     given = run.dir.plan if plan is None else plan
     chosen = read_plan(Path(given)) if isinstance(given, Path | str) else given
-    costs = read_profile(run.dir.profile)
+    costs = profile_of(run)
     run.file.train.count_epochs(costs.data.sequences)
     check(chosen, run.file, costs)
     chosen = with_own_prediction(chosen, run.file, costs)

@@ -9,6 +9,7 @@ import typer
 
 from disttrain_cli.analysis.figures import counted
 from disttrain_cli.api import analyze, holds, open_run, write_perfetto
+from disttrain_cli.api.analysing import folder_of
 from disttrain_cli.commands.analyze_tables import render
 from disttrain_cli.commands.common import (
     JsonFlag,
@@ -43,9 +44,9 @@ def run(
             metavar="PATH",
             show_default=False,
             help=(
-                "Run folders, trace folders, traces of any PyTorch job (Kineto/Chrome JSON, or"
-                " .gz; also files written by --perfetto), or dumps of PyTorch's flight recorder;"
-                " by default the run of ./disttrain.yaml."
+                "Run folders, folders with a disttrain.yaml, trace folders, traces of any PyTorch"
+                " job (Kineto/Chrome JSON, or .gz; also files written by --perfetto), or dumps of"
+                " PyTorch's flight recorder; by default the run of ./disttrain.yaml."
             ),
         ),
     ] = None,
@@ -91,6 +92,7 @@ def run(
         {"--sql": sql, "--perfetto": perfetto},
         {"--html": html, "--compare": compare, "--fail-if": fail_if},
     )
+    paths = [folder_of(path) for path in paths or ()]
     if paths and are_dumps(paths):
         _no_traces({"--html": html, "--sql": sql, "--perfetto": perfetto, "--compare": compare})
         _no_traces({"--fail-if": fail_if})
@@ -100,7 +102,7 @@ def run(
         _answer(console, paths or [open_run().dir.root], sql)
         return
     if perfetto is not None:
-        _export(console, paths or [], perfetto)
+        _export(console, paths, perfetto)
         return
     from msgspec import to_builtins
     from msgspec.structs import asdict
@@ -108,7 +110,7 @@ def run(
     from disttrain_cli.analysis.expressions import fail_if as raise_if_holds
 
     with console.progress() as progress:
-        result = analyze(*paths or (), html=html, compare=compare, progress=progress)
+        result = analyze(*paths, html=html, compare=compare, progress=progress)
     analysis, report = result.analysis, result.report
     document: dict[str, Any] = analysis.to_json()
     if report is not None:

@@ -28,11 +28,11 @@ from disttrain_cli.commands.common import (
     next_command,
 )
 from disttrain_cli.console import Console
-from disttrain_cli.errors import UsageError
+from disttrain_cli.errors import SpecError, UsageError
 
 if TYPE_CHECKING:
-    from disttrain_cli.data.index.sample_index import Index
     from disttrain_cli.data.sources import Skipped
+    from disttrain_cli.spec.inputs import ModelInputs
     from disttrain_cli.spec.runfile import Run
 
 SERVE_EPILOG = """Examples:
@@ -242,11 +242,8 @@ def check(
     )
     for line in described(checked.unread_keys):
         console.say(line)
-    console.hint(
-        next_command(
-            "profile" if checked.found or not opened.dir.profile.is_file() else "plan", run_file
-        )
-    )
+    after = "profile" if checked.found else _after(opened, checked.data)
+    console.hint(next_command(after, run_file))
 
 
 @app.command("latents", epilog=LATENTS_EPILOG)
@@ -279,7 +276,7 @@ def latents(
             f"{of.module}: latents of {of.images:,} images, {of.image_bytes:,} bytes each;"
             f" {of.encoded:,} were encoded now, {len(of.broken):,} of all cannot be decoded"
         )
-    console.hint(next_command(_after_latents(opened, index), run_file))
+    console.hint(next_command(_after(opened, index.fingerprint, index.inputs), run_file))
 
 
 @app.command("order", epilog=ORDER_EPILOG)
@@ -303,15 +300,21 @@ def order(
         console.say(f"Epoch {one.epoch}{of_phase}: {one.sequences:,} sequences")
 
 
-def _after_latents(run: Run, index: Index) -> str:
-    """Return the command to run next: `profile` again if model or data have changed."""
-    from disttrain_cli.spec.profile import read_profile
+def _after(run: Run, data: str, inputs: ModelInputs | None = None) -> str:
+    """Return the command to run next: `profile` again if model or data have changed.
 
-    if not run.dir.profile.is_file():
+    Args:
+        data: fingerprint of the index.
+        inputs: of the model, where they may have changed, too.
+    """
+    from disttrain_cli.spec.profile import profile_of
+
+    try:
+        profile = profile_of(run)
+    except SpecError:  # there is none, or an unreadable one
         return "profile"
-    profile = read_profile(run.dir.profile)
-    made_for, have = profile.fingerprints, (run.file.model_fingerprint(), index.fingerprint)
-    fits = profile.inputs == index.inputs and (made_for.model, made_for.data) == have
+    made_for, have = profile.fingerprints, (run.file.model_fingerprint(), data)
+    fits = (made_for.model, made_for.data) == have and inputs in (None, profile.inputs)
     return "plan" if fits and not run.dir.plan.is_file() else "train" if fits else "profile"
 
 

@@ -12,7 +12,8 @@ import typer
 
 from disttrain_cli.api import look as look_once
 from disttrain_cli.api import open_run, watch
-from disttrain_cli.commands.common import DEFAULT_RUN_FILE, QuietFlag
+from disttrain_cli.api.analysing import folder_of
+from disttrain_cli.commands.common import QuietFlag
 from disttrain_cli.console import Console
 from disttrain_cli.errors import ConditionHoldsError
 from disttrain_cli.naming import short_path
@@ -93,7 +94,7 @@ def run(
     console = Console(json_mode=json_mode, quiet=quiet)
     if fail_if is not None:
         check(fail_if)
-    folder = path or open_run(DEFAULT_RUN_FILE).dir.root
+    folder = open_run().dir.root if path is None else folder_of(path)
     root = RunDir(run_folder(folder) or folder)
     if not once:
         console.note(

@@ -21,7 +21,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from functools import cached_property
-from itertools import groupby
+from itertools import groupby, takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -136,6 +136,18 @@ class Chat:
         if parts and parts[0].kind == TEXT and parts[0].trained:
             raise ValueError("the chat template starts with the answer: no prompt precedes it")
         return parts
+
+    def message(self, ids: list[int]) -> str:
+        """Return the user's message before an answer, without role words and special tokens.
+
+        Args:
+            ids: tokens from the end of the answer before, if any, to the answer's first.
+        """
+        text = str(self._rules.decode(ids, skip_special_tokens=False))
+        before, after = self._around_message
+        text = text.rpartition(before)[2] if before else text
+        text = text.rpartition(after)[0] if after and after in text else text
+        return self._specials.sub("", text).strip()
 
     def reads(self, key: str) -> bool:
         """Return True if the template may read this key of a turn."""
@@ -360,6 +372,23 @@ class Chat:
         return shared if all(one.startswith(shared) for one in (self._header, *headers)) else ""
 
     @cached_property
+    def _around_message(self) -> tuple[str, str]:
+        """Texts before and after any user's message: its header, and its end or the next header."""
+        absent = chr(ABSENT[0])
+        asked, mine = self._asked(ASKED), self._asked(absent)
+        (first, _, end), (later, _, later_end) = (
+            self._tried(messages).partition(absent)
+            for messages in ([mine], [asked, asked | {"role": "assistant"}, mine])
+        )
+        before = _shared(first[::-1], later[::-1])[::-1]
+        for ending in self._endings:
+            before = before.rpartition(ending)[2]
+        if special := self._specials.search(before):  # before it, the end of another one
+            before = before[special.start() :]
+        after = _shared(end, later_end).strip()
+        return before.strip(), after or (self._role or self._header).strip()
+
+    @cached_property
     def _endings(self) -> list[str]:
         """Texts that may follow an answer, up to a special token; the longest first.
 
@@ -483,3 +512,9 @@ def _content(text: str) -> list[dict[str, str]]:
 def _absent(text: str) -> str:
     """Return a character that a text does not contain."""
     return next(character for character in map(chr, ABSENT) if character not in text)
+
+
+def _shared(one: str, other: str) -> str:
+    """Return the longest text with which both begin."""
+    pairs = zip(one, other, strict=False)
+    return "".join(first for first, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

@@ -29,7 +29,7 @@ from disttrain_cli.data.headers import MAX_PIXELS
 from disttrain_cli.data.slots import Ints
 from disttrain_cli.errors import SpecError
 from disttrain_cli.spec.cutting import ALONE, Written
-from disttrain_cli.spec.files import Strict, fingerprint, parse_yaml, validate
+from disttrain_cli.spec.files import Strict, fingerprint, identity, parse_yaml, validate
 from disttrain_cli.spec.heads import Head, Item
 from disttrain_cli.spec.index import KINDS, SAMPLE_SPECIALS, TEXT, UNREAD
 from disttrain_cli.spec.inputs import ModelInputs
@@ -165,7 +165,7 @@ def draw(spec: DistributionSpec, inputs: ModelInputs) -> Drawn:
         # unchanged
         "distribution": form.model_dump(mode="json", exclude_none=True),
         "asked": spec.model_dump(mode="json"),
-        "inputs": inputs.model_dump(mode="json"),
+        "inputs": identity(inputs),
     }
     return Drawn(fingerprint(made_for), *tokens)
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from disttrain_cli.errors import SpecError
+from disttrain_cli.spec.user_cache import cache_folder
 from disttrain_cli.spec.whole import write_whole
 
 if TYPE_CHECKING:
@@ -83,20 +84,16 @@ def _cached(folder: Path, processor: bool) -> dict[str, Any]:
         if path.is_file():
             key.update(hashlib.sha256(str(path.relative_to(folder)).encode()).digest())
             key.update(hashlib.sha256(path.read_bytes()).digest())
-    name = f"disttrain/tokenizers/{key.hexdigest()[:32]}.json"
+    name = f"tokenizers/{key.hexdigest()[:32]}.json"
     # without a home folder, or with a read-only one, every reader starts the process
     with suppress(OSError, RuntimeError, ValueError):
-        cached = json.loads((_cache() / name).read_text(encoding="utf-8"))
+        cached = json.loads((cache_folder() / name).read_text(encoding="utf-8"))
         if isinstance(cached, dict) and cached.keys() == KEYS:
             return cached
     content = _loaded(folder, processor)
     with suppress(SpecError, RuntimeError):
-        write_whole(_cache() / name, content)
+        write_whole(cache_folder() / name, content)
     return dict(json.loads(content))
-
-
-def _cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute()
 
 
 def _loaded(folder: Path, processor: bool) -> str:

@@ -154,7 +154,7 @@ def measure(
     )
     # another profile of the same cluster goes on with the TP sizes that the budget left out
     completed_for = None if measuring.not_measured else file.cluster.figures()
-    save(records_path(run), request.key, measured.records, completed_for)
+    save(records_path(run), request.key, request.peak_tflops, measured.records, completed_for)
     return profile
 
 
@@ -235,7 +235,17 @@ def _request(
         }
     )
     parameters = sum(layer.parameters for layer in table)
-    return Request(kind, processes, parameters, draws, draw_flops, training_flops, variants, key)
+    return Request(
+        kind,
+        processes,
+        parameters,
+        draws,
+        draw_flops,
+        training_flops,
+        variants,
+        key,
+        device.peak_tflops,
+    )
 
 
 def _series(

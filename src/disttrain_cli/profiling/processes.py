@@ -37,6 +37,7 @@ class Request:
     training_flops: dict[str, float]  # module → of all steps
     variants: list[Variant]
     key: str  # of records that may be reused
+    peak_tflops: float  # of the device, as measured now
 
     @cached_property
     def names(self) -> frozenset[str]:
@@ -73,7 +74,7 @@ def measure_in_processes(run: Run, request: Request, meter: Meter, progress: Pro
         SpecError: the run's folder cannot be written.
     """
     path = records_path(run)
-    earlier = load(path, request.key, run.file.cluster.figures())
+    earlier = load(path, request.key, request.peak_tflops, run.file.cluster.figures())
     records = {name: record for name, record in earlier.items() if name in request.names}
     continued = len(records)
     limit_s, clock = (CPU_S, " of CPU") if request.kind == "cpu" else (CUDA_S, "")
@@ -86,7 +87,7 @@ def measure_in_processes(run: Run, request: Request, meter: Meter, progress: Pro
         def report() -> None:
             nonlocal saved_s
             if time.monotonic() - saved_s > SAVE_S:
-                reports = _keep(path, request.key, records, Path(folder))
+                reports = _keep(path, request, records, Path(folder))
                 saved_s = time.monotonic()
                 if reports:
                     spent_s, budget_s = (
@@ -120,7 +121,7 @@ def measure_in_processes(run: Run, request: Request, meter: Meter, progress: Pro
                 on_poll=report,
             )
         finally:
-            results = _keep(path, request.key, records, Path(folder))
+            results = _keep(path, request, records, Path(folder))
     budget_s = min(float(result["budget_s"]) for result in results)
     spent_s = round(meter.read_s(request.kind))
     progress(what, spent_s, spent_s)
@@ -136,11 +137,11 @@ def measure_in_processes(run: Run, request: Request, meter: Meter, progress: Pro
     )
 
 
-def _keep(path: Path, key: str, records: Records, folder: Path) -> list[dict[str, Any]]:
+def _keep(path: Path, request: Request, records: Records, folder: Path) -> list[dict[str, Any]]:
     """Merge the processes' reports into `records`, write them to the file, return the reports."""
     reports = [json.loads(file.read_text()) for file in sorted(folder.glob("[0-9]*.json"))]
     for report in reports:
         records.update(report["records"])
     if records:
-        save(path, key, records)
+        save(path, request.key, request.peak_tflops, records)
     return reports

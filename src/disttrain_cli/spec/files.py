@@ -36,9 +36,18 @@ CORRECT = "Correct {path} and run the command again."
 ArtefactT = TypeVar("ArtefactT", bound=BaseModel)
 
 
+#: Context of a dump without places on this machine, which say nothing about the content.
+IDENTITY = "identity"
+
+
+def identity(value: BaseModel) -> Any:
+    """Return what a model's fingerprint is of: its JSON, wherever its files lie."""
+    return value.model_dump(mode="json", context=IDENTITY)
+
+
 def fingerprint(value: Any) -> str:
     """Return 16 hex digits of the SHA-256 of `value` (a model or plain data) as canonical JSON."""
-    plain = value.model_dump(mode="json") if isinstance(value, BaseModel) else value
+    plain = identity(value) if isinstance(value, BaseModel) else value
     text = json.dumps(plain, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

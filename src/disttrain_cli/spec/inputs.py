@@ -6,6 +6,7 @@ Written by `models.graph.describe`, stored in the profile and next to the index;
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, PlainValidator, SerializeAsAny, WithJsonSchema, model_validator
@@ -20,7 +21,7 @@ from disttrain_cli.spec.heads import (
     TargetInput,
     number_of,
 )
-from disttrain_cli.spec.library_images import LIBRARY_HEADS
+from disttrain_cli.spec.library_images import LIBRARY_HEADS, LibraryItems
 from disttrain_cli.spec.plugins import with_plugins
 
 #: Modality spec classes by item, including those of other packages.
@@ -194,4 +195,17 @@ class ModelInputs(Strict):
         return next(head for head in self.targets if head.module == generator)
 
     def fingerprint(self) -> str:
-        return fingerprint(self.model_dump(mode="json"))
+        return fingerprint(self)
+
+    def moved(self, folder: Path) -> ModelInputs:
+        """Return the inputs with processors of the published model in `folder`.
+
+        A head's `digest` tells whether they are the same processors.
+        """
+        heads = [
+            head.model_validate(head.model_dump() | {"folder": str(folder)})
+            if isinstance(head, LibraryItems)
+            else head
+            for head in self.heads
+        ]
+        return self.model_copy(update={"heads": heads})

@@ -13,10 +13,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
-from pydantic import Field, WithJsonSchema
+from pydantic import (
+    Field,
+    SerializationInfo,
+    SerializerFunctionWrapHandler,
+    WithJsonSchema,
+    model_serializer,
+)
 
 from disttrain_cli.spec.cutting import Written
-from disttrain_cli.spec.files import Strict
+from disttrain_cli.spec.files import IDENTITY, Strict
 from disttrain_cli.spec.heads import LARGE_IMAGE_PX, Grid, Head, Numbers, Rows
 from disttrain_cli.spec.library_calls import RATE_HZ, AudioCall, ImageCall, VideoCall
 from disttrain_cli.spec.library_processor import ROW, LibraryProcessor, library_processor
@@ -62,6 +68,16 @@ class LibraryItems(Head):
     mrope: bool = Field(
         False, description="The LLM's tokens have three positions, of items from the library."
     )
+
+    @model_serializer(mode="wrap")
+    def _serialized(
+        self, serialize: SerializerFunctionWrapHandler, info: SerializationInfo
+    ) -> dict[str, Any]:
+        """Leave the folder out of an identity: `digest` is of its content."""
+        fields: dict[str, Any] = serialize(self)
+        if info.context == IDENTITY:
+            fields.pop("folder")
+        return fields
 
     def processor_of(self, numbers: Numbers) -> LibraryProcessor:
         """Return the folder's processor for files of this type."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
@@ -13,6 +13,9 @@ from disttrain_cli.spec.heads import Item
 from disttrain_cli.spec.inputs import ModelInputs
 from disttrain_cli.spec.runfile.cluster import ClusterSpec
 from disttrain_cli.spec.work import Work
+
+if TYPE_CHECKING:
+    from disttrain_cli.spec.runfile import Run
 
 
 class Polynomial(Strict):
@@ -740,6 +743,19 @@ class Profile(Strict):
             if module not in self.modules:
                 raise ValueError(f"modules lacks {module!r}, which inputs.{what} names")
         return self
+
+
+def profile_of(run: Run, path: Path | None = None) -> Profile:
+    """Read and check a run's profile, or the one at `path`; raise SpecError.
+
+    The folder of a published model is the run file's, as both may have moved since.
+    """
+    profile, folder = read_profile(path or run.dir.profile), run.file.model.folder
+    return (
+        profile
+        if folder is None
+        else profile.model_copy(update={"inputs": profile.inputs.moved(run.resolve(folder))})
+    )
 
 
 def read_profile(path: Path) -> Profile:

@@ -93,7 +93,8 @@
       pen.fillStyle = c.line;
       pen.fillRect(x, 0, 1, height);
       pen.fillStyle = c.soft;
-      pen.fillText(clock(t), x + 4, axis / 2);
+      const label = clock(t), wide = pen.measureText(label).width;
+      pen.fillText(label, x + 4 + wide > width ? x - 4 - wide : x + 4, axis / 2);
     }
     pen.fillStyle = c.line;
     step.lanes.forEach(([group], i) => { if (i && step.lanes[i - 1][0] !== group) pen.fillRect(0, axis + i * laneHeight, width, 1); });

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from disttrain_cli.errors import MismatchError
+from disttrain_cli.errors import MismatchError, SpecError
 from disttrain_cli.runtime.checkpoints.folder import (
     DESCRIPTION,
     Begun,
@@ -17,6 +17,8 @@ from disttrain_cli.runtime.checkpoints.folder import (
     best_of,
     changed_since,
     check_belongs,
+    held,
+    remove,
     sealed,
     superseded,
 )
@@ -60,6 +62,17 @@ def test_the_best_checkpoint_is_kept_besides_the_newest(tmp_path: Path) -> None:
     assert superseded(tmp_path, 1, keep_best=True) == [folders[0], *folders[2:-1]]
     unsound = checkpoint(tmp_path, 9, held_out_loss=0.5, sound=False)
     assert best_of(tmp_path) == folders[1] != unsound
+
+
+def test_a_checkpoint_stays_while_it_is_read(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path, 3)
+    with held(folder), held(folder):
+        remove(folder)
+        assert folder.exists()
+    remove(folder)
+    assert not folder.exists()
+    with pytest.raises(SpecError, match="has been removed"), held(folder):
+        pass
 
 
 def test_a_loss_that_is_not_finite_is_never_the_best(tmp_path: Path) -> None:

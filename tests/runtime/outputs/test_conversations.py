@@ -57,12 +57,13 @@ def test_a_question_is_what_was_trained_on_up_to_the_answer(tmp_path: Path, temp
     assert len(images.grids) == 3
 
 
-def test_an_answer_leaves_its_images_beside_what_is_said(tmp_path: Path) -> None:
-    run, _, _ = made(tmp_path, "json")
+@pytest.mark.parametrize("template", [True, False])
+def test_an_answer_leaves_its_images_beside_what_is_said(tmp_path: Path, template: bool) -> None:
+    run, _, _ = made(tmp_path, "json", template)
     *_, question = held_out_questions(run, WIDE)
     answer = question.answered(" A dog. ", tmp_path / "out")
     assert (answer.text, answer.recorded) == ("A dog.", ANSWERS[1])
-    assert "What is it?" in answer.prompt and "Number" not in answer.prompt
+    assert answer.prompt == "What is it?"
     assert [(tmp_path / "out" / name).read_bytes() for name in answer.images] == PICTURES[:2]
 
 

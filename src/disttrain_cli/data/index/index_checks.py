@@ -16,7 +16,7 @@ from disttrain_cli.data.sources.files import content_of, is_file, join, state_of
 from disttrain_cli.data.sources.samples import largest_first, samples_lost, shown_skipped
 from disttrain_cli.data.tokenizer import Tokenizer, read_tokenizer
 from disttrain_cli.errors import DataError, DisttrainError, MismatchError, SpecError
-from disttrain_cli.spec.files import fingerprint
+from disttrain_cli.spec.files import fingerprint, identity
 from disttrain_cli.spec.inputs import ModelInputs
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.runfile import Run
@@ -261,7 +261,7 @@ def made_for(run: Run, inputs: ModelInputs, tokenizer: Tokenizer) -> dict[str, A
         **chat,
         **hashed,
         "validation split": evaluates_split(run),
-        "model inputs": inputs.model_dump(mode="json"),
+        "model inputs": identity(inputs),
         "tokenizer": tokenizer.fingerprint,
         "data.sources": [
             source.model_dump(include={"path", "images", "text", "weight"})

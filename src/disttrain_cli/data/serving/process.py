@@ -23,7 +23,7 @@ from disttrain_cli.data.serving.access import PLAIN, TLS, read_secret, read_toke
 from disttrain_cli.data.serving.identity import identity_of
 from disttrain_cli.errors import DisttrainError
 from disttrain_cli.spec.plan import read_plan
-from disttrain_cli.spec.profile import read_profile
+from disttrain_cli.spec.profile import profile_of
 from disttrain_cli.spec.runfile import read_run
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def open_worker(task: Task) -> Worker:
     from disttrain_cli.data.serving.worker import Worker
 
     run = read_run(*task.run)
-    plan, profile = read_plan(Path(task.plan)), read_profile(run.dir.profile)
+    plan, profile = read_plan(Path(task.plan)), profile_of(run)
     token_file, tls = run.file.preprocess.token_file, None
     token = None if token_file is None else read_token(run.resolve(token_file))
     if task.tls_cert is not None and task.tls_key is not None:

@@ -308,6 +308,11 @@ def _plain(turns: Iterable[tuple[str, str, bool]]) -> tuple[bytes, list[str]]:
     return bytes(form), texts
 
 
+def plain_message(text: str) -> str:
+    """Return the user's message in the text before an answer, rendered without a template."""
+    return text.strip().removesuffix(ASSISTANT.strip()).rpartition(USER)[2].strip()
+
+
 def texts_of(
     record: Any, chat: ChatForm | None = None, files: Sequence[Measured] = ()
 ) -> list[str | tuple[int, ...]]:

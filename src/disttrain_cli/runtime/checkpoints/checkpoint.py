@@ -11,7 +11,6 @@ step.
 
 from __future__ import annotations
 
-import shutil
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -31,6 +30,7 @@ from disttrain_cli.runtime.checkpoints.folder import (
     describe,
     how_to_go_on,
     latest,
+    remove,
     remove_leftovers,
     superseded,
 )
@@ -209,7 +209,7 @@ class Saver(Hook):
             raise failed from None
         if rank == 0:
             for old in superseded(self._checkpoints, self._keep, self._keep_best):
-                shutil.rmtree(old, ignore_errors=True)
+                remove(old)
 
 
 def save(

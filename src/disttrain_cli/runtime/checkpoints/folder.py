@@ -5,12 +5,14 @@ Apart from `checkpoint.py`, which reads and writes the tensors, so that the laun
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import math
+import os
 import shutil
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -84,6 +86,52 @@ def superseded(checkpoints: Path, keep: int, keep_best: bool = False) -> list[Pa
             sound.append(folder)
     best = best_of(checkpoints) if keep_best else None
     return [folder for folder in sound[:-keep] + doubtful[:-1] if folder != best]
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Hold a checkpoint while it is read: `remove` leaves it where it is.
+
+    Raises:
+        SpecError: it has been removed.
+    """
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except FileNotFoundError:
+        raise _gone(folder) from None
+    try:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
+        if not folder.exists():  # removed while this waited for the lock
+            raise _gone(folder)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _gone(folder: Path) -> SpecError:
+    return SpecError(
+        f"The checkpoint {folder} has been removed",
+        "train.checkpoint.keep is the number of checkpoints that stay",
+        "Use a newer one, or keep more.",
+    )
+
+
+def remove(folder: Path) -> None:
+    """Remove a checkpoint; one that a process of this host holds stays until a later call."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return
+    try:
+        with suppress(OSError):
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return
+        shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        os.close(descriptor)
 
 
 def sealed(description: dict[str, Any]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from disttrain_cli.calls import call
 from disttrain_cli.errors import DisttrainError
+from disttrain_cli.spec.user_cache import cache_folder
 
 COMPILERS = ("c++", "g++", "clang++")
 #: Limits of the compiler, which takes seconds of a core: CPU time of each of its processes, and
@@ -90,10 +91,7 @@ def _library(torch: Path) -> Path:
         f"{torch}\n{importlib.metadata.version('torch')}\n{source}".encode()
     ).hexdigest()[:16]
     try:
-        cache = (
-            Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute()
-            / "disttrain"
-        )
+        cache = cache_folder()
     except RuntimeError as error:  # HOME is not set, and the user has no passwd entry
         raise DisttrainError(
             "There is no home folder to keep a library in",
@@ -103,7 +101,6 @@ def _library(torch: Path) -> Path:
     library = cache / f"fake_cuda-{name}.so"
     if not library.exists():
         try:
-            cache.mkdir(parents=True, exist_ok=True)
             _compile(source, torch, library)
         except OSError as error:
             raise DisttrainError(

@@ -11,6 +11,7 @@ import numpy as np
 from disttrain_cli.data.chat import IMAGE_ROW
 from disttrain_cli.data.index.sample_index import Index, held_out, read_index
 from disttrain_cli.data.reading import ShardReader
+from disttrain_cli.data.sources.chats import plain_message
 from disttrain_cli.data.tokenizer import Tokenizer, read_tokenizer
 from disttrain_cli.runtime.outputs.pictures import suffix_of
 from disttrain_cli.runtime.outputs.prompts import Prompt
@@ -27,7 +28,7 @@ class Question:
 
     key: str
     prompt: Prompt
-    asked: str  # text since the previous answer
+    asked: str  # the user's message before the last answer
     recorded: str  # the last answer in the data
 
     def answered(self, text: str, out: Path) -> Answer:
@@ -78,6 +79,8 @@ def _question(index: Index, reader: ShardReader, tokenizer: Tokenizer, row: int)
             ids=tuple(begin + [id_ for own in ids[:answer] for id_ in own]),
             sizes=tuple(index.numbers_of(segment) for segment in seen),
         ),
-        asked=tokenizer.decode(asked).strip(),
+        asked=tokenizer.chat.message(asked)
+        if tokenizer.chat
+        else plain_message(tokenizer.decode(asked)),
         recorded=tokenizer.decode(ids[answer]).strip(),
     )

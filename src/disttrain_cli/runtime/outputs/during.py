@@ -10,7 +10,7 @@ import threading
 from pathlib import Path
 
 from disttrain_cli.errors import DisttrainError
-from disttrain_cli.runtime.checkpoints.folder import latest
+from disttrain_cli.runtime.checkpoints.folder import held, latest
 from disttrain_cli.runtime.launching import launch as launching
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.progress import Progress
@@ -39,6 +39,7 @@ def sample(
 
     Raises:
         RankFailedError: the process failed.
+        SpecError: the checkpoint has been removed.
     """
     asked = run.file.samples
     if not (
@@ -53,20 +54,21 @@ def sample(
             raise Ended
 
     folder = run.dir.images / checkpoint.name
-    launching.launch(
-        1,
-        "disttrain_cli.runtime.outputs.sampling:main",
-        {
-            "run": run.source,
-            "profile": profile.model_dump(mode="json"),
-            "device": profile.device.kind if most is None else "cpu",
-            "checkpoint": str(checkpoint),
-            "images": str(folder),
-            "most": most,
-        },
-        run.dir.logs / ("sampling" if most is None else "sampling-during"),
-        on_poll=poll,
-    )
+    with held(checkpoint):
+        launching.launch(
+            1,
+            "disttrain_cli.runtime.outputs.sampling:main",
+            {
+                "run": run.source,
+                "profile": profile.model_dump(mode="json"),
+                "device": profile.device.kind if most is None else "cpu",
+                "checkpoint": str(checkpoint),
+                "images": str(folder),
+                "most": most,
+            },
+            run.dir.logs / ("sampling" if most is None else "sampling-during"),
+            on_poll=poll,
+        )
     return read_samples(folder)
 
 
@@ -117,7 +119,7 @@ class During:
             samples = sample(self._run, self._profile, checkpoint, self._most, self._ended)
         except Ended:
             said = f"{checkpoint.name}: training ended before its samples were there"
-        except DisttrainError as error:  # e.g. the checkpoint was removed meanwhile
+        except DisttrainError as error:
             said = f"warning: no samples of {checkpoint.name}: {error.what}"
         else:
             said = "" if samples is None else f"{checkpoint.name}: {samples.summary}"

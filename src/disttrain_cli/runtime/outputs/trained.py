@@ -14,6 +14,7 @@ from disttrain_cli.models.tying import tie, untie
 from disttrain_cli.models.vae import VaeDecoder, decoder_maker
 from disttrain_cli.models.weights import load_into
 from disttrain_cli.runtime.checkpoints import checkpoint
+from disttrain_cli.runtime.checkpoints.folder import held
 from disttrain_cli.spec.inputs import ModelInputs
 from disttrain_cli.spec.runfile import Run
 
@@ -42,16 +43,19 @@ def load_trained(run: Run, folder: Path, device: torch.device) -> Trained:
         if not info.frozen
         for layer in build_layers(run, index, index + 1, device=device)
     ]
-    opened = checkpoint.Opened(folder, [layer.name for layer in layers])
-    untie(layers, opened.names())
-    tie(layers, table)
-    averaged = opened.layers("ema")
-    with torch.no_grad():
-        for layer in layers:
-            group = "ema" if layer.name in averaged else "weight"
-            tensors = opened.read([layer.name], (group,))
-            for path in (path for path, _ in layer.named_parameters() if path not in layer.tied):
-                layer.get_parameter(path).copy_(tensors[f"{group}/{layer.name}/{path}"])
+    with held(folder):
+        opened = checkpoint.Opened(folder, [layer.name for layer in layers])
+        untie(layers, opened.names())
+        tie(layers, table)
+        averaged = opened.layers("ema")
+        with torch.no_grad():
+            for layer in layers:
+                group = "ema" if layer.name in averaged else "weight"
+                tensors = opened.read([layer.name], (group,))
+                for path in (
+                    path for path, _ in layer.named_parameters() if path not in layer.tied
+                ):
+                    layer.get_parameter(path).copy_(tensors[f"{group}/{layer.name}/{path}"])
     return Trained(
         run,
         inputs,

@@ -1,0 +1,35 @@
+"""A run whose folder moved, with the published model in it: the processor is the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from disttrain_cli.spec.files import fingerprint, identity
+from disttrain_cli.spec.inputs import ModelInputs
+from disttrain_cli.spec.library_images import LibraryImages
+from disttrain_cli.spec.profile import profile_of
+from disttrain_cli.spec.whole import write_whole
+from tests.planning.synthetic import run_file, tiny
+from tests.whole_models import run_of, write_llava
+
+
+def inputs_of(folder: Path, digest: str = "of its files") -> ModelInputs:
+    head = LibraryImages(module="image_encoder", image_token=3, folder=str(folder), digest=digest)
+    return ModelInputs(llm="llm", vocabulary=10, sequence_length=32, heads=[head])
+
+
+def test_the_place_of_a_processor_is_no_part_of_what_it_computes() -> None:
+    before, after = (inputs_of(Path(f"/{place}/model")) for place in ("before", "after"))
+    assert before != after and before.moved(Path("/after/model")) == after
+    assert before.fingerprint() == after.fingerprint() and identity(before) == identity(after)
+    assert ModelInputs.model_validate_json(after.model_dump_json()) == after
+    assert before.fingerprint() != inputs_of(Path("/before/model"), "of others").fingerprint()
+
+
+def test_a_profile_names_the_model_of_its_run_file(tmp_path: Path) -> None:
+    write_llava(tmp_path / "model")
+    run = run_of(tmp_path / "model")
+    profile = tiny(run_file()).model_copy(update={"inputs": inputs_of(Path("/before/model"))})
+    write_whole(run.dir.profile, profile.model_dump_json())
+    assert profile_of(run).inputs == inputs_of(tmp_path / "model")
+    assert fingerprint(profile_of(run)) == fingerprint(profile)
