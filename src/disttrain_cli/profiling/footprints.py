@@ -238,7 +238,7 @@ class _Arrived(nn.Module):
     def forward(self, state: Mapping[str, Tensor], batch: Batch) -> dict[str, Tensor]:
         rows = state["rows"]
         index = torch.zeros(len(rows), 1, dtype=torch.int64, device=rows.device)
-        return {"rows": self.experts(rows, index, rows.new_ones(len(rows), 1))}
+        return {"rows": self.experts(rows, index, rows[:, :1])}  # weights have gradients
 
 
 def _shared(layer: PipelineLayer, index: int, probes: Probes, run: Run, *, tp: int) -> Running:
