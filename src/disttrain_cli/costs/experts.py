@@ -344,17 +344,19 @@ def held_bytes(
 ) -> float:
     """Return the bytes per row of its TP group that a rank holds in a pass because of its EP group.
 
-    They are arrived rows in the order of their experts, and their sums to be returned, and what
-    experts hold for rows beyond the mean, beyond `kept_bytes`.
+    They are what experts hold for the rows of the worst mixture, beyond `kept_bytes` and the
+    transients of a layer with all experts, and a row's result. Rows in exchanges are fewer.
     """
     if shape.ep == 1 or cost.experts is None:
         return 0.0
     load = working_load(profile, name, cost, shape)
-    way = _way(profile, name, cost.experts, shape, load)
     saved = (load - kept_load(profile, name, cost, shape)) * _saved_bytes(cost.experts, does)
-    working = (load - 1.0) * cost.experts.working_bytes + saved
-    rows = (way.arrived + way.pairs) * _row_bytes(profile, cost.experts)
-    return (rows + working * cost.experts.chosen) / shape.tp
+    working = load * cost.experts.chosen * cost.experts.working_bytes
+    working += _row_bytes(profile, cost.experts)
+    mean = profile.modules[name].work_per_sequence
+    transient = cost.tp[str(shape.tp)].transient_bytes
+    others = (transient(mean) - transient.base) / max(1.0, context.rows(profile, name, mean))
+    return saved * cost.experts.chosen / shape.tp + max(0.0, working / shape.tp - others)
 
 
 def _saved_bytes(experts: Experts, does: Backward) -> float:

@@ -155,20 +155,20 @@ def _dispatched(
         back.append((hop, row_S, len(at_RK)))
         parts = _Dispatch.apply(*parts, row_S, hop, group)
     arrived_TD, arrived_TK, index_TK = parts
+    arrived, pairs = len(arrived_TD), int(table.pairs_RR[:, group.rank].sum())
     local = _among(index_TK, group.rank * count, 1, count).flatten().sort(stable=True)
-    pairs, size = int(table.pairs_RR[:, group.rank].sum()), len(arrived_TD)
     own_P, pair_P = (part[:pairs].clone() for part in local)
-    row_P = pair_P // index_TK.shape[1]
+    row_P = pair_P // index_RK.shape[1]
     given_PD, weight_P = arrived_TD[row_P], arrived_TK.flatten()[pair_P].to(weights_RK.dtype)
-    del parts, arrived_TD, arrived_TK, local
+    del parts, arrived_TD, arrived_TK, index_TK, local  # views of the received buffer
     if not pairs:  # the experts' weights stay in the graph, as on ranks with rows
         given_PD = torch.cat([given_PD, given_PD.new_zeros(1, given_PD.shape[1])])
         weight_P = torch.cat([weight_P, weight_P.new_zeros(1)])
         own_P = own_P.new_zeros(1)
     made_PD = experts(given_PD, own_P[:, None].long(), weight_P[:, None])[:pairs]
-    summed_TD = made_PD.new_zeros(size, made_PD.shape[1]).index_put(
-        (row_P,), made_PD, accumulate=True
-    )
+    summed_TD = made_PD.new_zeros(arrived, made_PD.shape[1])
+    summed_TD = summed_TD.index_put_((row_P,), made_PD, accumulate=True)
+    del given_PD, made_PD
     for hop, row_S, size in reversed(back):
         summed_TD = _Combine.apply(summed_TD, row_S, size, hop, group)
     return summed_TD.to(rows_RD.dtype)

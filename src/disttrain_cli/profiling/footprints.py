@@ -31,8 +31,9 @@ from disttrain_cli.spec.runfile import Run
 from disttrain_cli.spec.work import Work
 
 Sizes = dict[str, Any]
-#: Rows per expert at which its bytes per row are recorded.
-ROWS = (64, 128)
+#: Rows per expert at which its bytes per row are recorded: enough that they, not the gradients of
+#: weights, decide the peak.
+ROWS = (1024, 2048)
 
 
 @dataclass(frozen=True)
