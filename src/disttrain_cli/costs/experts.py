@@ -340,23 +340,34 @@ def kept_bytes(
 
 
 def held_bytes(
-    profile: Profile, name: str, cost: LayerCost, shape: ParallelShape, does: Backward
-) -> float:
-    """Return the bytes per row of its TP group that a rank holds in a pass because of its EP group.
+    profile: Profile,
+    name: str,
+    cost: LayerCost,
+    shape: ParallelShape,
+    does: Backward,
+    transient: Polynomial,
+) -> tuple[float, float]:
+    """Return the bytes, fixed and per row of its TP group, that a rank holds in a pass under EP.
 
-    They are what experts hold for the rows of the worst mixture, beyond `kept_bytes` and the
-    transients of a layer with all experts, and a row's result. Rows in exchanges are fewer.
+    They are in addition to `kept_bytes` and to `transient`, that of a layer with all experts. At
+    its experts a rank holds what these do for the rows of the worst mixture, and a row's result;
+    rows in exchanges are fewer. The peak is there or elsewhere in the layer, at any number of
+    sequences: fixed bytes, which may be negative, make it exact for one and for many.
     """
     if shape.ep == 1 or cost.experts is None:
-        return 0.0
+        return 0.0, 0.0
     load = working_load(profile, name, cost, shape)
-    saved = (load - kept_load(profile, name, cost, shape)) * _saved_bytes(cost.experts, does)
+    more = (load - kept_load(profile, name, cost, shape)) * _saved_bytes(cost.experts, does)
     working = load * cost.experts.chosen * cost.experts.working_bytes
-    working += _row_bytes(profile, cost.experts)
     mean = profile.modules[name].work_per_sequence
-    transient = cost.tp[str(shape.tp)].transient_bytes
-    others = (transient(mean) - transient.base) / max(1.0, context.rows(profile, name, mean))
-    return saved * cost.experts.chosen / shape.tp + max(0.0, working / shape.tp - others)
+    rows = max(1.0, context.rows(profile, name, mean)) / shape.cp
+    here = (working + _row_bytes(profile, cost.experts)) / shape.tp
+    slope = (transient(mean) - transient.base) / shape.cp / rows
+    fixed = max(0.0, transient.base + (slope - here) * rows) - transient.base
+    return (
+        fixed if here > slope else 0.0,
+        more * cost.experts.chosen / shape.tp + max(0.0, here - slope),
+    )
 
 
 def _saved_bytes(experts: Experts, does: Backward) -> float:

@@ -153,9 +153,10 @@ class Sharding:
         one = nccl.Spread(1, 1, 1)
         groups = Groups(ranks, ranks, one, one, cuts=0, messages_mib=0.0)
         if self.ep > 1:
-            alike = nccl.Spread.of(self.stage.expert_group(0), node)
-            group = nccl.Spread.of(range(self.ep), node)
-            groups = groups._replace(experts=group, expert_replicas=alike)
+            groups = groups._replace(
+                experts=nccl.Spread.of(range(self.ep), node),
+                expert_replicas=nccl.Spread.of(self.stage.expert_group(0), node),
+            )
         reserved = float(reserved_bytes(profile, unit.modules, groups))
         if 1 < self.shards < self.ranks:
             shards_mib = nccl.collective_mib(profile.device, shards)

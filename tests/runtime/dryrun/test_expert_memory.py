@@ -22,7 +22,7 @@ from tests.runtime.factory import plan_of
 RANKS, DEVICE_GIB = 4, 80.0
 #: Of a slot's positions and documents, which are not priced: 3 % of what a recomputed slot keeps.
 POSITIONS_GIB = 2**-9
-#: Degrees on four ranks in two nodes, and whether the unit recomputes. Groups of four have two hops.
+#: Degrees on four ranks in two nodes, and whether the unit recomputes. EP 4 has two hops.
 CASES: list[dict[str, Any]] = [
     {"dp": 4, "ep": 4},
     {"dp": 2, "tp": 2},
