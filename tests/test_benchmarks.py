@@ -35,6 +35,7 @@ from benchmarks import (
     ordering,
     peers,
     planner,
+    published,
     recipes,
     rehearsal,
     simulation,
@@ -96,6 +97,14 @@ def test_published_recipes_are_layouts():
     (row,) = only(recipes.measure(small=True))
     assert row["GiB"] > 79 and row["s"].startswith("(")  # sequences twice as long as its own
     assert row["best FSDP, s"] < row["ours, s"]  # two devices, which recompute everything
+
+
+@pytest.mark.slow
+def test_published_layouts_are_slower_with_uneven_routing():
+    even, stated = only(published.measure(small=True))
+    assert (even["routing"], stated["routing"]) == ("even", "stated")
+    assert 0.5 * even["published"] < even["ours"] < even["published"]
+    assert stated["ours"] < even["ours"] and stated["step, s"] > even["step, s"]
 
 
 def test_decode():

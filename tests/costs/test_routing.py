@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from disttrain_cli.costs.routing import QUANTILE, drawn, fullest, slowest
+from disttrain_cli.costs.routing import QUANTILE, drawn, fullest, reached, slowest
 from disttrain_cli.spec.profile import Experts, Routed
 
 DRAWS = 200
@@ -87,3 +87,22 @@ def test_measured_routing_has_the_ranks_that_it_was_measured_on() -> None:
     assert slowest(one, ep=2, rows=100.0) == pytest.approx(first + second)
     sent = drawn(one, 0, ep=2, rows=10_000, layers=2).sum(axis=1)
     assert sent[1, 0] / 10_000 == pytest.approx(2 * second, rel=0.02)
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.7])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rows_reach_a_rank_as_often_as_those_with_any_expert_there(
+    shape: tuple[int, int, int, int], spread: float
+) -> None:
+    """Rows draw their experts one after the other; shares of ranks are those of their choices."""
+    total, chosen, ep, _ = shape
+    random, rows = np.random.default_rng(5), 4000
+    scores = spread * random.standard_normal(total) + random.gumbel(size=(rows, total))
+    ranks = np.argsort(scores, axis=1)[:, -chosen:] // (total // ep)
+    for rank in range(ep):
+        share = float((ranks == rank).mean())
+        expected = reached(experts(total, chosen), share)
+        found = (ranks == rank).any(axis=1).mean()
+        assert found == pytest.approx(expected, rel=0.05 if spread else 0.01, abs=0.01)
+    assert reached(experts(total, chosen), 0.0) == 0.0
+    assert reached(experts(total, chosen), 1.0 / chosen) == 1.0 or ep > 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from threading import Barrier
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from disttrain_cli.costs.experts import exchanged_bytes
+from disttrain_cli.costs.routing import balanced
 from disttrain_cli.models.division import of_experts, whole_shape
 from disttrain_cli.models.experts import (
     count_rows,
@@ -24,6 +26,9 @@ from disttrain_cli.models.experts import (
     shard_experts,
 )
 from disttrain_cli.models.library_decoder import library_decoder
+from disttrain_cli.spec.profile import Experts, Routed
+from disttrain_cli.spec.shape import ParallelShape
+from tests.costs.test_experts import PROFILE
 
 EXPERTS, CHOSEN, WIDTH = 4, 2, 8
 CONFIG = {
@@ -40,6 +45,8 @@ CONFIG = {
     "mlp_hidden_act": "relu2",
     "_experts_implementation": "grouped_mm",
 }
+#: Routing with equally many rows at all experts.
+EVEN = Routed("text", 1.0, 0.0, (" ".join(["1"] * EXPERTS),))
 #: Class of experts by form: gated; biased, transposed and interleaved; without a gate.
 FORMS = {
     "gated": ("mixtral", "MixtralExperts"),
@@ -62,9 +69,13 @@ class Group:
     rank: int
     barrier: Barrier
     given: list[Any]
+    nodes: int
+    sent: list[int] = field(default_factory=list)  # bytes of each exchange to other ranks
 
     def exchanged(self, rows: Tensor, give: list[int], take: list[int]) -> Tensor:
         self.given[self.rank] = rows.detach().split(give)
+        others = sum(give) - give[self.rank]
+        self.sent.append(others * rows[0:1].nelement() * rows.element_size())
         self.barrier.wait(60)
         taken = [self.given[rank][self.rank] for rank in range(self.size)]
         self.barrier.wait(60)
@@ -95,8 +106,10 @@ def run(layer: Any, rows: Tensor, index: Tensor, weights: Tensor) -> dict[str, T
 
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("ep", [2, 4])
-def test_divided_experts_are_those_in_one_place(form: str, routing: str, ep: int) -> None:
+@pytest.mark.parametrize(("ep", "nodes"), [(2, 1), (2, 2), (4, 1), (4, 2)])
+def test_divided_experts_are_those_in_one_place(
+    form: str, routing: str, ep: int, nodes: int
+) -> None:
     layer, (counts, allowed) = made(form), ROUTINGS[routing]
     generator = torch.Generator().manual_seed(1)
     counts = [sum(counts[rank::ep]) for rank in range(ep)]
@@ -111,7 +124,7 @@ def test_divided_experts_are_those_in_one_place(form: str, routing: str, ep: int
     def of_rank(rank: int) -> dict[str, Tensor]:
         own = copy.deepcopy(layer)
         shard_experts(own, ep=ep, rank=rank)
-        join_experts(own, Group(ep, rank, barrier, given))  # type: ignore[arg-type]
+        join_experts(own, Group(ep, rank, barrier, given, nodes))  # type: ignore[arg-type]
         parts = (each.split(counts)[rank] for each in (rows, index, weights))
         return run(own, *parts)
 
@@ -120,6 +133,38 @@ def test_divided_experts_are_those_in_one_place(form: str, routing: str, ep: int
     for name, whole in expected.items():
         parts = torch.cat([one[name] for one in found])
         torch.testing.assert_close(parts, whole, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("ep", "nodes"), [(4, 1), (4, 2)])
+def test_bytes_of_exchanges_are_those_of_prices(ep: int, nodes: int) -> None:
+    layer, rows, width = made("gated"), 1000, CONFIG["hidden_size"]
+    barrier, given = Barrier(ep), [None] * ep
+    generator = torch.Generator().manual_seed(2)
+    index = torch.rand(ep, rows, EXPERTS, generator=generator).argsort(2)[:, :, :CHOSEN]
+
+    def of_rank(rank: int) -> list[int]:
+        own, group = copy.deepcopy(layer), Group(ep, rank, barrier, given, nodes)
+        shard_experts(own, ep=ep, rank=rank)
+        join_experts(own, group)  # type: ignore[arg-type]
+        run(own, torch.randn(rows, width), index[rank], torch.rand(rows, CHOSEN))
+        return group.sent
+
+    with ThreadPoolExecutor(ep) as threads:
+        sent = torch.tensor(list(threads.map(of_rank, range(ep))), dtype=torch.float64)
+    profile = balanced(PROFILE)
+    cost = profile.modules["llm"].costs["block"]
+    experts = Experts(EXPERTS, CHOSEN, width, 1, 1, routed=(EVEN,))
+    cost = cost.model_copy(update={"experts": experts})
+    between = profile.links if nodes > 1 else None
+    links = profile.links.model_copy(update={"gpus_per_node": ep // nodes, "inter_node": between})
+    profile = profile.model_copy(update={"links": links, "precision": "fp32"})
+    priced = exchanged_bytes(profile, "llm", cost, ParallelShape(ep=ep), "trained")
+    hops = nodes if nodes > 1 else 1
+    assert len(priced) == hops and sent.shape == (ep, 1 + 4 * hops)  # counts, and two ways each
+    by_hop = sent[:, 1 : 1 + hops] + sent[:, 1 + 2 * hops : 1 + 3 * hops]
+    by_hop += (sent[:, 1 + hops : 1 + 2 * hops] + sent[:, 1 + 3 * hops :]).flip(1)
+    for (_, size), mean in zip(priced, by_hop.mean(0) / rows, strict=True):
+        assert size == pytest.approx(float(mean), rel=0.03)
 
 
 def test_rows_are_counted_in_training_and_once_where_activations_are_recomputed() -> None:

@@ -10,12 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from disttrain_cli.costs.layout import weight_rings
 from disttrain_cli.costs.links import all_gather_s, all_reduce_s, reduce_scatter_s, ring_link
-from disttrain_cli.costs.memory import GIB, layout_memory
+from disttrain_cli.costs.memory import GIB, WEIGHT_BYTES, layout_memory
 from disttrain_cli.planning.draws import Draws
 from disttrain_cli.planning.sharded import Pass, Sharding, sharded, streams_s
 from disttrain_cli.planning.units import Cluster
 from disttrain_cli.spec.profile import Polynomial, Profile
+from tests.costs.test_experts import with_experts
 from tests.planning import synthetic
 
 BY_HAND = [
@@ -208,3 +210,38 @@ def test_choice() -> None:
     assert sharded(profile, replace(cluster, gpus=7), draws).gpus_used == 4
     assert sharded(profile, replace(cluster, gpus=33), draws) is None
     assert sharded(profile, replace(cluster, memory_gib=1e-4), draws) is None
+
+
+def test_experts_are_sharded_over_those_with_the_same_and_the_rest_over_all() -> None:
+    profile, cluster = made()
+    profile = with_experts(profile)
+    block, draws = profile.modules["llm"].costs["block"], Draws(profile, cluster)
+    assert block.experts is not None
+    weight = WEIGHT_BYTES[profile.precision]
+    dense = (block.parameters - block.experts.parameters) * weight
+    whole = Sharding(profile, cluster, 8, 8, 1, False)
+    for ep in (2, 4, 8):
+        one = replace(whole, ep=ep)
+        rings = weight_rings(profile, one.stage, 4)
+        gather_s = all_gather_s(rings.link, dense, 8) + all_gather_s(
+            rings.experts_link, block.experts.parameters / ep * weight, 8 // ep
+        )
+        for layer, messages, before in zip(
+            one.stage.held, one._messages_s, whole._messages_s, strict=True
+        ):
+            if layer[:2] == ("llm", "block"):
+                assert messages[0] == pytest.approx(gather_s) and messages[0] < before[0]
+                assert messages[1] < before[1]
+            else:
+                assert messages == before
+        assert one.flops(draws, [0]) == pytest.approx(whole.flops(draws, [0]))
+        computed = [
+            sum(map(sum, each._computed_s("llm", "block", "trained", draws.loads(each.layout, 0))))
+            for each in (whole, one)
+        ]
+        assert computed[1] > computed[0]  # rows are exchanged
+        assert one.peak_gib() != whole.peak_gib()
+    best = sharded(profile, replace(cluster, memory_gib=1e3), draws)
+    assert best is not None
+    times = [replace(whole, ep=ep).step_s(draws, range(8)) for ep in (1, 2, 4, 8)]
+    assert best.iteration_s <= min(times) * (1 + 1e-9)

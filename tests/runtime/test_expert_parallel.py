@@ -1,5 +1,5 @@
 """Mixtures of experts train alike on every layout: EP 2 and 4 with TP, CP, DP and PP, ZeRO 0 and 1,
-recomputing, a split backward, overlapped reductions, frozen experts.
+recomputing, a split backward, overlapped reductions, frozen experts; EP groups in one node, in two.
 
 Losses, norms and parameters equal a single process (fp32, 1e-5).
 """
@@ -44,6 +44,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": TEXT | {"num_local_experts": 4, "sliding_window": None},
 }
 
+#: An EP group of four lies in two nodes, or in one.
+GPUS_PER_NODE = {"qwen3_moe": 2, "mixtral": 8}
+
 
 def _run(folder: Path, data: Path, case: Case) -> Run:
     run = write_run(
@@ -61,6 +64,7 @@ def _run(folder: Path, data: Path, case: Case) -> Run:
         "config": FAMILIES[case.model],
     }
     content["model"]["trained"] = case.trained
+    content["cluster"]["gpus_per_node"] = GPUS_PER_NODE[case.model]
     run.path.write_text(yaml.safe_dump(content, sort_keys=False))
     run = read_run(run.path)
     build_index(run, describe(run))

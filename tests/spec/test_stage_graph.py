@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -187,3 +188,33 @@ def test_amounts_in_line_are_never_fewer_than_the_stages_to_the_end(
     assert all(least <= most for least, most in zip(first[: llm + 1], line[: llm + 1], strict=True))
     if llm >= len(counts) - 2:
         assert first == line
+
+
+@pytest.mark.parametrize(
+    ("before", "dp", "ep", "node", "runs"),
+    [
+        (0, 8, 8, 8, 1),
+        (0, 16, 16, 8, 2),
+        (0, 6, 3, 8, 1),
+        (2, 4, 4, 8, 1),  # ranks 2 to 5
+        (2, 8, 4, 8, 2),  # ranks 6 to 9 are in two nodes
+        (4, 16, 16, 8, 4),
+        (1, 4, 4, 2, 4),
+    ],
+)
+def test_runs_of_an_ep_group_lie_in_one_node_each(
+    before: int, dp: int, ep: int, node: int, runs: int
+) -> None:
+    units = [
+        UnitPlan(name=name, modules=[name], dp=count, ep=degree, gpus=count, layers_per_stage=[1])
+        for name, count, degree in (("encoder", before, 1), ("llm", dp, ep))
+        if count
+    ]
+    layout = Layout(
+        global_batch_size=1,
+        microbatch_size=1,
+        microbatches=1,
+        gpus_used=before + dp,
+        units=units,
+    )
+    assert stage_graph(layout, "llm").stages[-1].ep_nodes(node) == runs

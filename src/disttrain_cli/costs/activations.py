@@ -115,13 +115,13 @@ def working_share(
         overlap=overlap,
     )
     share = _shared(terms, shape) + _saved_beyond_share(profile, modules, shape, trained)
-    share = share + _by_own_rows(
-        profile,
-        modules,
-        shape,
-        trained,
-        lambda name, *known: experts.held_bytes(profile, name, *known),
-    )
+
+    def at_experts(name: str, cost: LayerCost, shape: ParallelShape, does: Backward) -> Floats:
+        transient = _transient(cost, does, later, tp=shape.tp)
+        fixed, row = experts.held_bytes(profile, name, cost, shape, does, transient)
+        return np.array([fixed, 0.0, 0.0, 0.0]) + row * own_rows(profile, name, shape)
+
+    share = share + _by_layer(profile, modules, shape, trained, at_experts)
     if shape.cp_comm_type != "all_gather":
         return share
     kept = kept_share(profile, modules, replace(shape, recompute=False), trained)
@@ -191,12 +191,9 @@ def working_terms(
 
     def amounts(cost: LayerCost, does: Backward) -> list[Polynomial]:
         shard = cost.tp[str(tp)]
-        if does == "still" and shard.still_bytes is not None:
-            return [shard.still_bytes, *([shard.overlapping_bytes] if overlap else [])]
         again = [shard.recomputing_bytes] if recompute and does != "still" else []
-        split = later and does == "trained"
-        transient = shard.split_transient_bytes if split else shard.transient_bytes
         buffers = [shard.overlapping_bytes] if overlap else []
+        transient = _transient(cost, does, later, tp=tp)
         return [_kept(cost, does, False, tp=tp), transient, *again, *buffers]
 
     terms = _terms(profile, modules, trained, amounts)
@@ -244,6 +241,14 @@ def _terms(
     return np.array(rows).T
 
 
+def _transient(cost: LayerCost, does: Backward, later: bool, *, tp: int) -> Polynomial:
+    """Return the peak bytes of a slot in a layer on one rank beyond those that it then saves."""
+    shard = cost.tp[str(tp)]
+    if does == "still" and shard.still_bytes is not None:
+        return shard.still_bytes
+    return shard.split_transient_bytes if later and does == "trained" else shard.transient_bytes
+
+
 def _kept(cost: LayerCost, does: Backward, recompute: bool, *, tp: int) -> Polynomial:
     """Return the bytes of one slot that a layer saves on one rank from forward to backward."""
     if does == "still":
@@ -279,12 +284,29 @@ def _by_own_rows(
     row_bytes: Callable[[str, LayerCost, ParallelShape, Backward], float],
 ) -> Floats:
     """Return [4, L] bytes proportional to a rank's local rows."""
+    return _by_layer(
+        profile,
+        modules,
+        shape,
+        trained,
+        lambda name, *known: row_bytes(name, *known) * own_rows(profile, name, shape),
+    )
+
+
+def _by_layer(
+    profile: Profile,
+    modules: Sequence[str],
+    shape: ParallelShape,
+    trained: Sequence[str] | None,
+    terms: Callable[[str, LayerCost, ParallelShape, Backward], Floats],
+) -> Floats:
+    """Return [4, L] the terms of every layer."""
     columns: list[Floats] = []
     for name in modules:
-        module, own = profile.modules[name], own_rows(profile, name, shape)
+        module = profile.modules[name]
         layers = list(zip(module.layers, backwards(profile, trained)[name], strict=True))
         each = {
-            (kind, does): own * row_bytes(name, module.costs[kind], shape, does)
+            (kind, does): terms(name, module.costs[kind], shape, does)
             for kind, does in dict.fromkeys(layers)
         }
         columns += [each[layer] for layer in layers]

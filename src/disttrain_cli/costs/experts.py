@@ -1,10 +1,13 @@
 """Costs of expert parallelism, and the degrees that a unit may have.
 
 An EP group divides the experts of its ranks' layers: each rank holds 1/EP of them, and so many more
-ranks' rows arrive at each. Additional costs are counted here: two exchanges per mixture and
-direction (dispatch and combine) and one of counts, with the copies around them, and the buffers of
-arrived rows. What a pass takes whatever its rows is reduced by other ranks' experts: their weights
-are not read there, nor their gradients summed. The host's wait for the counts is not priced.
+ranks' rows arrive at each. Additional costs are counted here: dispatch and combine per mixture and
+direction and one exchange of counts, with the copies around them, and the buffers of arrived rows.
+A row travels once to each rank with experts that it chose; in a group of several nodes in two hops,
+one after the other, once to each node over the network and then once to each rank inside it
+(`models.experts`). What a pass takes whatever its rows is reduced by other ranks' experts: their
+weights are not read there, nor their gradients summed. The host's wait for the counts is not
+priced.
 
 Rows do not arrive evenly (`costs.routing`). All ranks of a group wait for the one with most rows in
 every layer, so exchanges and experts take as long as on that rank, in expectation. Experts' time is
@@ -14,25 +17,30 @@ a stage's mixtures for saved activations, of the worst mixture for what a pass h
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from disttrain_cli.costs import context, routing
 from disttrain_cli.costs.context import NOTHING, VALUE_BYTES, by_rows
 from disttrain_cli.costs.freezing import Backward
 from disttrain_cli.costs.hardware import moved_s
-from disttrain_cli.costs.links import exchange_s, ring_bytes
+from disttrain_cli.costs.links import GIGABIT_BYTES, exchange_s, ring_bytes
 from disttrain_cli.spec.profile import (
     Experts,
     LayerCost,
     LayerShard,
+    LinkTimes,
     Polynomial,
     Profile,
     combine,
 )
 from disttrain_cli.spec.shape import ParallelShape
 
-#: Copies of a row, each read and written, around an exchange: laid out by rank, and back.
-COPIES = 2.0
+#: Bytes of an expert's weight that travels with a row, and with its index.
+WEIGHT_BYTES, ROUTE_BYTES = 4.0, 8.0
+#: Bytes of a position that is saved to undo a copy.
+POSITION_BYTES = 8.0
 #: Bytes that adding to a weight's fp32 gradient sum moves besides: it is read and written.
 SUM_BYTES = 8.0
 #: Fewest stages over which the mixtures of a module are taken to be distributed.
@@ -115,23 +123,24 @@ def exchanged_ms(
     in_context = context.exchanged_ms(profile, name, cost, shape, does)
     if shape.ep == 1 or cost.experts is None:
         return in_context
-    latency_s = exchange_s(profile.links, 0.0, shape.ep, _in_node(profile, shape))
-    load = routing.slowest(cost.experts, ep=shape.ep, rows=sent_rows(profile, name, shape))
+    rows = sent_rows(profile, name, shape)
+    more = routing.slowest(cost.experts, ep=shape.ep, rows=rows) - 1.0
+    way = _way(profile, name, cost.experts, shape, 1.0)
+    latency_s = sum(link.all_gather_us * 1e-6 for link, _, _ in _hops(profile, shape, way))
     once = by_rows(profile, name, 2.0 * latency_s, 0.0)
-    waiting, gradient = _computing_ms(profile, name, cost, shape, does)
-    loaded = load_ms(profile, name, cost, shape, does)
-    forward = combine(  # with counts
-        (1.0, once), (1e3 * latency_s, Polynomial(base=1.0)), (load, loaded[0]), (-1.0, waiting)
-    )
+    counts_s = exchange_s(profile.links, 0.0, shape.ep, _per_node(profile, shape))
+    counts = Polynomial(base=1e3 * counts_s)
+    computing = _computing_ms(profile, name, cost, shape, does)
+    sent = _sent_ms(profile, name, cost.experts, shape, 1.0 + more)
+    forward = combine((1.0, once), (1.0, counts), (1.0, sent[0]), (more, computing[0]))
     backward = (
         NOTHING
         if does == "still"
         else combine(
-            (1.0 + shape.recompute, once),
-            (1e3 * latency_s * shape.recompute, Polynomial(base=1.0)),
-            (load, loaded[1]),
-            (-1.0, gradient),
-            (-1.0 * shape.recompute, waiting),
+            (1.0, once),
+            (1.0, sent[1]),
+            (more, computing[1]),
+            (float(shape.recompute), forward),
         )
     )
     return (
@@ -143,25 +152,91 @@ def exchanged_ms(
 def load_ms(
     profile: Profile, name: str, cost: LayerCost, shape: ParallelShape, does: Backward
 ) -> tuple[Polynomial, Polynomial]:
-    """Return the part of a layer's forward and backward in proportion to its fullest rank's rows.
+    """Return the increase of a layer's forward and backward per unit of its fullest rank's load.
 
-    It is that of an EP group whose ranks have equal loads. By the work of a replica.
+    It is the mean one from equal loads to the expected load. By the work of a replica.
     """
     assert cost.experts is not None
-    size, in_node = _row_bytes(profile, cost.experts) / shape.tp_cp_size, _in_node(profile, shape)
-    latency_s, byte_s = (exchange_s(profile.links, each, shape.ep, in_node) for each in (0.0, 1.0))
-    moved = 2.0 * COPIES * moved_s(profile.device, profile.precision, size)
-    rows = by_rows(profile, name, 0.0, 2.0 * size * (byte_s - latency_s) + moved)
-    waiting, gradient = _computing_ms(profile, name, cost, shape, does)
-    forward = combine((1.0, rows), (1.0, waiting))
+    rows = sent_rows(profile, name, shape)
+    more = max(0.01, routing.slowest(cost.experts, ep=shape.ep, rows=rows) - 1.0)
+    even, loaded = (
+        _sent_ms(profile, name, cost.experts, shape, load) for load in (1.0, 1.0 + more)
+    )
+    forward, backward = (
+        combine((1.0 / more, after), (-1.0 / more, before), (1.0, computing))
+        for before, after, computing in zip(
+            even, loaded, _computing_ms(profile, name, cost, shape, does), strict=True
+        )
+    )
     if does == "still":
         return forward, NOTHING
-    return forward, combine((1.0, rows), (1.0, gradient), (float(shape.recompute), forward))
+    return forward, combine((1.0, backward), (float(shape.recompute), forward))
 
 
-def _in_node(profile: Profile, shape: ParallelShape) -> int:
-    """Return the ranks of an EP group in a node."""
-    return min(shape.ep, profile.links.gpus_per_node or shape.ep)
+class Way(NamedTuple):
+    """Rows that a rank takes in on their way to experts, per row of its own."""
+
+    forwarded: float  # over the network, to be sent on inside the node; 0 with one hop
+    arrived: float
+    pairs: float  # of a row and a local expert
+
+
+def _way(profile: Profile, name: str, experts: Experts, shape: ParallelShape, load: float) -> Way:
+    """Return the rows that pass a rank whose experts have this load, in its group's fullest node.
+
+    Nodes are as full as expected, or equally full if the load is 1.
+    """
+    per_node = _per_node(profile, shape)
+    nodes, node = shape.ep // per_node, 1.0
+    if nodes > 1 and load > 1.0:
+        rows = sent_rows(profile, name, shape) * per_node
+        node = routing.slowest(experts, ep=nodes, rows=rows)
+    return Way(
+        nodes * routing.reached(experts, node / nodes) if 1 < nodes < shape.ep else 0.0,
+        shape.ep * routing.reached(experts, load / shape.ep),
+        load * experts.chosen,
+    )
+
+
+def _sent_ms(
+    profile: Profile, name: str, experts: Experts, shape: ParallelShape, load: float
+) -> tuple[Polynomial, Polynomial]:
+    """Return the times of a layer's rows in exchanges and copies, forward and backward.
+
+    Without latencies, at the load of the fullest rank's experts. By the work of a replica.
+    """
+    way = _way(profile, name, experts, shape, load)
+    byte_s = sum(
+        ring_bytes("all_to_all", rows, ranks) / (link.all_gather_gbps * GIGABIT_BYTES)
+        for link, ranks, rows in _hops(profile, shape, way)
+    )
+    # copies, each read and written: rows packed and laid out by rank for each hop, and by expert
+    copied = 1.0 + 2.0 * way.forwarded + way.arrived + way.pairs
+    byte_s += 2.0 * copied * moved_s(profile.device, profile.precision, 1.0)
+    forward, backward = (
+        by_rows(profile, name, 0.0, size * byte_s / shape.tp_cp_size)
+        for size in _pass_bytes(profile, experts)
+    )
+    return forward, backward
+
+
+def _pass_bytes(profile: Profile, experts: Experts) -> tuple[float, float]:
+    """Return the bytes of a row on its way out and back, in a forward and in a backward."""
+    both = 2.0 * _row_bytes(profile, experts)
+    return both + ROUTE_BYTES * experts.chosen, both + WEIGHT_BYTES * experts.chosen
+
+
+def _hops(profile: Profile, shape: ParallelShape, way: Way) -> list[tuple[LinkTimes, int, float]]:
+    """Return the links and ranks of each hop of a row, and the rows that a rank takes in."""
+    per_node = _per_node(profile, shape)
+    between = profile.links.of(False), shape.ep // per_node, way.forwarded or way.arrived
+    hops = [between, (profile.links.of(True), per_node, way.arrived)]
+    return [hop for hop in hops if hop[1] > 1]
+
+
+def _per_node(profile: Profile, shape: ParallelShape) -> int:
+    """Return the ranks of an EP group in each of its nodes, if its unit begins with a node."""
+    return math.gcd(shape.ep, profile.links.gpus_per_node or shape.ep)
 
 
 def _computing_ms(
@@ -230,13 +305,21 @@ def _mixtures(profile: Profile, name: str) -> int:
 
 
 def exchanged_bytes(
-    profile: Profile, cost: LayerCost, shape: ParallelShape, does: Backward
-) -> float:
-    """Return the bytes per local row that leave a rank in a layer's forward and backward."""
+    profile: Profile, name: str, cost: LayerCost, shape: ParallelShape, does: Backward
+) -> list[tuple[LinkTimes, float]]:
+    """Return the bytes per local row that leave a rank in a layer's passes, by the links of hops.
+
+    At equal loads.
+    """
     if shape.ep == 1 or cost.experts is None:
-        return 0.0
-    passes = 1.0 + context.backwards(shape, does)
-    return passes * 2.0 * ring_bytes("all_to_all", _row_bytes(profile, cost.experts), shape.ep)
+        return []
+    there, back = _pass_bytes(profile, cost.experts)
+    passes = there * (1.0 + (shape.recompute and does != "still")) + back * (does != "still")
+    way = _way(profile, name, cost.experts, shape, 1.0)
+    return [
+        (link, passes * ring_bytes("all_to_all", rows, ranks))
+        for link, ranks, rows in _hops(profile, shape, way)
+    ]
 
 
 def kept_bytes(
@@ -244,31 +327,46 @@ def kept_bytes(
 ) -> float:
     """Return the bytes per row of its TP group that a rank saves because of its EP group.
 
-    They are the positions of its rows among those sent, and the reverse, and what experts save for
-    rows beyond the mean.
+    They are the positions of rows in exchanges and among those of the experts, and what experts
+    save for rows beyond the mean.
     """
     if shape.ep == 1 or cost.experts is None or does == "still":
         return 0.0
-    more = kept_load(profile, name, cost, shape) - 1.0
-    each = 2.0 * 8.0 + more * _saved_bytes(cost.experts, does)
-    return each * cost.experts.chosen / shape.tp
+    load = kept_load(profile, name, cost, shape)
+    way = _way(profile, name, cost.experts, shape, load)
+    positions = POSITION_BYTES * (sum(way) + way.pairs)
+    saved = (load - 1.0) * cost.experts.chosen * _saved_bytes(cost.experts, does)
+    return (positions + saved) / shape.tp
 
 
 def held_bytes(
-    profile: Profile, name: str, cost: LayerCost, shape: ParallelShape, does: Backward
-) -> float:
-    """Return the bytes per row of its TP group that a rank holds in a pass because of its EP group.
+    profile: Profile,
+    name: str,
+    cost: LayerCost,
+    shape: ParallelShape,
+    does: Backward,
+    transient: Polynomial,
+) -> tuple[float, float]:
+    """Return the bytes, fixed and per row of its TP group, that a rank holds in a pass under EP.
 
-    They are arrived rows and results to be returned, and what experts hold for rows beyond the
-    mean, beyond `kept_bytes`.
+    They are in addition to `kept_bytes` and to `transient`, that of a layer with all experts. At
+    its experts a rank holds what these do for the rows of the worst mixture, and a row's result;
+    rows in exchanges are fewer. The peak is there or elsewhere in the layer, at any number of
+    sequences: fixed bytes, which may be negative, make it exact for one and for many.
     """
     if shape.ep == 1 or cost.experts is None:
-        return 0.0
+        return 0.0, 0.0
     load = working_load(profile, name, cost, shape)
-    saved = (load - kept_load(profile, name, cost, shape)) * _saved_bytes(cost.experts, does)
-    working = (load - 1.0) * cost.experts.working_bytes + saved
-    return (2.0 * load * _row_bytes(profile, cost.experts) + working * cost.experts.chosen) / (
-        shape.tp
+    more = (load - kept_load(profile, name, cost, shape)) * _saved_bytes(cost.experts, does)
+    working = load * cost.experts.chosen * cost.experts.working_bytes
+    mean = profile.modules[name].work_per_sequence
+    rows = max(1.0, context.rows(profile, name, mean)) / shape.cp
+    here = (working + _row_bytes(profile, cost.experts)) / shape.tp
+    slope = (transient(mean) - transient.base) / shape.cp / rows
+    fixed = max(0.0, transient.base + (slope - here) * rows) - transient.base
+    return (
+        fixed if here > slope else 0.0,
+        more * cost.experts.chosen / shape.tp + max(0.0, here - slope),
     )
 
 
@@ -280,5 +378,5 @@ def _saved_bytes(experts: Experts, does: Backward) -> float:
 
 
 def _row_bytes(profile: Profile, experts: Experts) -> float:
-    """Return the bytes of a token's rows in one exchange."""
-    return experts.chosen * experts.width * VALUE_BYTES[profile.precision]
+    """Return the bytes of a row in an exchange, without its experts."""
+    return experts.width * VALUE_BYTES[profile.precision]

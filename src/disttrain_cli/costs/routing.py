@@ -119,6 +119,18 @@ def slowest(experts: Experts, *, ep: int, rows: float) -> float:
     return min(1.0 + deviation * float(_standard(largest, skewness).mean()), _most(experts, ep))
 
 
+def reached(experts: Experts, share: float) -> float:
+    """Return the share of rows that choose any expert of some, which are chosen with `share`.
+
+    It is that of an equal run of experts of a mixture, exact where shares are equal: a row's chosen
+    experts differ.
+    """
+    left = 1.0
+    for drawn in range(experts.chosen):
+        left *= max(0.0, 1.0 - share * experts.total / (experts.total - drawn))
+    return 1.0 - left
+
+
 def balanced(profile: Profile) -> Profile:
     """Return a profile in which every expert gets equally many rows in every microbatch."""
 

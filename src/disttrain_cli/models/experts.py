@@ -4,20 +4,24 @@ On a GPU torch's grouped GEMM computes them in bf16; in other dtypes, and on the
 torch, transformers' loop over experts.
 
 Without an EP group all experts are on every rank. With one, each of its ranks has an equal run of
-the experts, in full: a row goes to the ranks of its experts (dispatch), and their results return to
-be weighted and summed as the library does it (combine; GShard, Lepikhin et al. 2020, arXiv
-2006.16668, without capacities). An EP group may have ranks of several TP and CP groups and replicas
-(MoE parallel folding, Liu et al. 2025, arXiv 2504.14960): ranks of a TP group have different rows
-here anyway (`parallel`), so that no row is sent twice.
+the experts, in full (GShard, Lepikhin et al. 2020, arXiv 2006.16668, without capacities). A row
+goes once to each rank with experts that it chose, with their indices and weights (dispatch); the
+rank weights and sums their results, and one row returns (combine). Between nodes a row goes once to
+each node, to the rank of the same place there, which forwards it inside the node and sums what
+returns (as DeepSeek-V3's training, DeepSeek-AI 2024, arXiv 2412.19437). An EP group may have ranks
+of several TP and CP groups and replicas (MoE parallel folding, Liu et al. 2025, arXiv 2504.14960):
+ranks of a TP group have different rows here anyway (`parallel`), so that no row is sent twice.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from disttrain_cli.models.division import Shard
@@ -25,6 +29,8 @@ from disttrain_cli.models.group import Group
 from disttrain_cli.models.host import read
 from disttrain_cli.models.layer import PipelineLayer
 from disttrain_cli.models.tensor_parallel import narrow
+
+Ints = NDArray[np.int64]
 
 
 @cache
@@ -139,44 +145,184 @@ def _dispatched(
         count: number of local experts.
         index_RK: of all experts of the group.
     """
-    expert_S, order_S = index_RK.flatten().sort(stable=True)
-    taken_E, give, take = counts(expert_S, count, group)
-    arrived_TD = _Exchange.apply(rows_RD[order_S // index_RK.shape[1]], give, take, group)
-    own_T = torch.arange(count, device=rows_RD.device).repeat(group.size)
-    own_T = own_T.repeat_interleave(taken_E, output_size=sum(take))
-    if not (total := len(own_T)):  # the experts' weights stay in the graph, as on ranks with rows
-        arrived_TD = torch.cat([arrived_TD, arrived_TD.new_zeros(1, arrived_TD.shape[1])])
-        own_T = own_T.new_zeros(1)
-    made_TD = experts(arrived_TD, own_T[:, None], weights_RK.new_ones(len(own_T), 1))[:total]
-    back_SD = _Exchange.apply(made_TD, take, give, group)
-    weighted_SD = back_SD[order_S.argsort()] * weights_RK.reshape(-1, 1)
-    return weighted_SD.view(*index_RK.shape, rows_RD.shape[1]).sum(1).to(rows_RD.dtype)
+    table = counts(index_RK, count, group)
+    parts, back = (rows_RD, weights_RK.float(), index_RK.int()), []
+    for hop in hops(table, count, group):
+        at_RK = _among(parts[2], hop.first, hop.experts, len(hop.members))
+        chosen_MR = _any(at_RK, len(hop.members)).T
+        order = chosen_MR.flatten().byte().sort(descending=True, stable=True).indices
+        row_S = order[: sum(hop.give)] % len(at_RK)
+        back.append((hop, row_S, len(at_RK)))
+        parts = _Dispatch.apply(*parts, row_S, hop, group)
+    arrived_TD, arrived_TK, index_TK = parts
+    arrived, pairs = len(arrived_TD), int(table.pairs_RR[:, group.rank].sum())
+    local = _among(index_TK, group.rank * count, 1, count).flatten().sort(stable=True)
+    own_P, pair_P = (part[:pairs].clone() for part in local)
+    row_P = pair_P // index_RK.shape[1]
+    given_PD, weight_P = arrived_TD[row_P], arrived_TK.flatten()[pair_P].to(weights_RK.dtype)
+    del parts, arrived_TD, arrived_TK, index_TK, local  # views of the received buffer
+    if not pairs:  # the experts' weights stay in the graph, as on ranks with rows
+        given_PD = torch.cat([given_PD, given_PD.new_zeros(1, given_PD.shape[1])])
+        weight_P = torch.cat([weight_P, weight_P.new_zeros(1)])
+        own_P = own_P.new_zeros(1)
+    made_PD = experts(given_PD, own_P[:, None].long(), weight_P[:, None])[:pairs]
+    summed_TD = made_PD.new_zeros(arrived, made_PD.shape[1])
+    summed_TD = summed_TD.index_put_((row_P,), made_PD, accumulate=True)
+    del given_PD, made_PD
+    for hop, row_S, size in reversed(back):
+        summed_TD = _Combine.apply(summed_TD, row_S, size, hop, group)
+    return summed_TD.to(rows_RD.dtype)
 
 
-def counts(expert_S: Tensor, count: int, group: Group) -> tuple[Tensor, list[int], list[int]]:
-    """Return the rows from each rank for each local expert, and the rows to and from each rank.
+class Counts(NamedTuple):
+    """Rows of all R ranks of an EP group, on the host; N are its nodes."""
+
+    pairs_RR: Ints  # pairs of a row and an expert, from each rank (first axis) for each rank
+    rows_RR: Ints  # rows with experts on each rank
+    rows_RN: Ints  # rows with experts in each node
+
+
+def counts(index_RK: Tensor, count: int, group: Group) -> Counts:
+    """Exchange the numbers of rows of all ranks of a group.
 
     The host waits for its device here, once.
     """
-    sent_E = torch.zeros(group.size * count, dtype=torch.int64, device=expert_S.device)
-    sent_E.scatter_add_(0, expert_S, torch.ones_like(expert_S))
-    each = [count] * group.size
-    taken_E = group.exchanged(sent_E, each, each)
-    by_rank_2P = torch.stack([sent_E, taken_E]).unflatten(1, (group.size, count)).sum(2)
-    rows = [int(value) for value in read(by_rank_2P.flatten())]
-    return taken_E, rows[: group.size], rows[group.size :]
+    ranks, nodes = group.size, group.nodes
+    at_RK = index_RK // count
+    pairs = torch.zeros(ranks, dtype=torch.int64, device=index_RK.device)
+    pairs.scatter_add_(0, at_RK.flatten(), torch.ones_like(at_RK).flatten())
+    by_node = at_RK // (ranks // nodes)
+    own = torch.cat([pairs, _any(at_RK, ranks).sum(0), _any(by_node, nodes).sum(0)])
+    each = [len(own)] * ranks
+    values = read(group.exchanged(own.repeat(ranks), each, each))
+    table = np.array([int(value) for value in values]).reshape(ranks, -1)
+    return Counts(*np.split(table, [ranks, 2 * ranks], axis=1))
 
 
-class _Exchange(torch.autograd.Function):
-    """Rows to and from every rank, by their numbers; the gradient takes the reverse path."""
+class Hop(NamedTuple):
+    """One of the exchanges that bring rows to the ranks of their experts.
+
+    A row goes once to each of the `members` of the group with experts that it chose, there or in
+    the node that the member forwards to: member m stands for a run of `experts` of them.
+    """
+
+    members: range  # their indices in the group
+    first: int  # number of the first member's run
+    experts: int
+    give: list[int]  # rows to each rank of the group
+    take: list[int]
+
+
+def hops(table: Counts, count: int, group: Group) -> list[Hop]:
+    """Return the hops of a rank's rows with `count` experts per rank.
+
+    Between nodes rows go to the rank of the same place in the node, and from there to the ranks.
+    """
+    per_node = group.size // group.nodes
+    node, place = divmod(group.rank, per_node)
+    found = []
+    if group.nodes > 1:
+        alike = range(place, group.size, per_node)
+        rows = table.rows_RN[group.rank], table.rows_RN[alike, node]
+        found.append(_hop(group, alike, 0, count * per_node, *rows))
+    if per_node > 1:
+        local = range(node * per_node, (node + 1) * per_node)
+        arrived = table.rows_RR.reshape(group.nodes, per_node, -1).sum(0)  # at each forwarder
+        rows = arrived[place, local], arrived[:, group.rank]
+        found.append(_hop(group, local, local[0], count, *rows))
+    return found
+
+
+def _hop(group: Group, members: range, first: int, experts: int, give_M: Ints, take_M: Ints) -> Hop:
+    rows_2R = np.zeros((2, group.size), dtype=np.int64)
+    rows_2R[:, members] = give_M, take_M
+    give, take = rows_2R.tolist()
+    return Hop(members, first, experts, give, take)
+
+
+def _among(index: Tensor, first: int, experts: int, members: int) -> Tensor:
+    """Return the number of the run of each expert, counted from `first`; `members` for others."""
+    at = index // experts - first
+    return at.where((at >= 0) & (at < members), members)
+
+
+def _any(at_RK: Tensor, members: int) -> Tensor:
+    """Return [R, M] which members a row has experts at; others than these are left out."""
+    chosen = torch.zeros(len(at_RK), members + 1, dtype=torch.bool, device=at_RK.device)
+    return chosen.scatter_(1, at_RK.long(), True)[:, :members]
+
+
+class _Dispatch(torch.autograd.Function):
+    """Rows, weights and indices of experts to the members of a hop; gradients return in sums."""
 
     @staticmethod
     def forward(
-        ctx: Any, rows_SD: Tensor, give: list[int], take: list[int], group: Group
-    ) -> Tensor:
-        ctx.give, ctx.take, ctx.group = give, take, group
-        return group.exchanged(rows_SD, give, take)
+        ctx: Any,
+        rows_RD: Tensor,
+        weights_RK: Tensor,
+        index_RK: Tensor,
+        row_S: Tensor,
+        hop: Hop,
+        group: Group,
+    ) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(row_S)
+        ctx.size, ctx.hop, ctx.group = len(rows_RD), hop, group
+        parts = _sent((rows_RD, weights_RK, index_RK), row_S, hop, group)
+        ctx.mark_non_differentiable(parts[2])
+        return parts
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        return ctx.group.exchanged(gradient, ctx.take, ctx.give), None, None, None
+    def backward(ctx: Any, rows_TD: Tensor, weights_TK: Tensor, _: Any) -> tuple[Any, ...]:
+        (row_S,) = ctx.saved_tensors
+        sums = _returned((rows_TD, weights_TK), row_S, ctx.size, ctx.hop, ctx.group)
+        return *sums, None, None, None, None
+
+
+class _Combine(torch.autograd.Function):
+    """Sums of the results that return for each row of a hop; gradients go out as the rows did."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, made_TD: Tensor, row_S: Tensor, size: int, hop: Hop, group: Group
+    ) -> Tensor:
+        ctx.save_for_backward(row_S)
+        ctx.hop, ctx.group = hop, group
+        return _returned((made_TD,), row_S, size, hop, group)[0]
+
+    @staticmethod
+    def backward(ctx: Any, gradient_RD: Tensor) -> tuple[Any, ...]:
+        (row_S,) = ctx.saved_tensors
+        return _sent((gradient_RD,), row_S, ctx.hop, ctx.group)[0], None, None, None, None
+
+
+def _sent(parts: tuple[Tensor, ...], row_S: Tensor, hop: Hop, group: Group) -> tuple[Tensor, ...]:
+    """Send rows [S] of each part in one message; return the parts of the received rows [T]."""
+    return _unpacked(group.exchanged(_packed(parts)[row_S], hop.give, hop.take), parts)
+
+
+def _returned(
+    parts: tuple[Tensor, ...], row_S: Tensor, size: int, hop: Hop, group: Group
+) -> tuple[Tensor, ...]:
+    """Return received rows [T] of each part; return their sums for each of `size` rows."""
+    received = _unpacked(group.exchanged(_packed(parts), hop.take, hop.give), parts)
+    return tuple(
+        part.new_zeros(size, part.shape[1]).index_put_((row_S,), part, accumulate=True)
+        for part in received
+    )
+
+
+def _packed(parts: tuple[Tensor, ...]) -> Tensor:
+    """Return the parts of each row one after the other, as bytes; one part as it is."""
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat([part.contiguous().view(torch.uint8) for part in parts], 1)
+
+
+def _unpacked(rows: Tensor, parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Return the parts of packed rows, with the widths and types of `parts`."""
+    if len(parts) == 1:
+        return (rows,)
+    widths = [part.shape[1] * part.element_size() for part in parts]
+    return tuple(
+        each.view(part.dtype) for each, part in zip(rows.split(widths, 1), parts, strict=True)
+    )

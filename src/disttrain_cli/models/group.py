@@ -1,4 +1,4 @@
-"""TP or CP group as seen by one of its ranks, and the messages between its ranks."""
+"""TP, CP or EP group as seen by one of its ranks, and the messages between its ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from disttrain_cli.models.torch_versions import all_gather, reduce_scatter
 
 @dataclass(frozen=True)
 class Group:
-    """TP or CP group as seen by one of its ranks; without `ranks` nothing is sent (meta device)."""
+    """TP, CP or EP group as seen by one of its ranks.
+
+    Without `ranks` nothing is sent (meta device).
+    """
 
     ranks: dist.ProcessGroup | None
     size: int
@@ -25,6 +28,7 @@ class Group:
     overlap: bool = False  # messages are sent by chunks, overlapped with GEMMs (`overlapped`)
     symmetric: bool = False  # if possible through symmetric memory of its devices (`symmetric`)
     gathers: bool = False  # CP group: all-gathers keys and values for local queries (`gathered`)
+    nodes: int = 1  # EP group: runs of equal length of its ranks, each in one node
     # context around every wait of its ranks for each other, except through symmetric memory
     exchanging: Callable[[], AbstractContextManager[None]] = nullcontext
 

@@ -8,15 +8,19 @@ compute, layer by layer, and messages, one after the other in the order in which
 The gather of the next layer is issued when a layer starts, so that two layers are gathered at a
 time; the last layer's weights are kept for its backward, which follows at once. As every gather is
 a collective, a layer takes as long as on the slowest rank. Hybrid sharding (HSDP) gathers and
-scatters inside nodes and sums the shards between nodes in a step's last microbatch.
+scatters inside nodes and sums the shards between nodes in a step's last microbatch. With expert
+parallelism, consecutive ranks divide the experts, which are sharded over the ranks that hold the
+same ones, and gathered and scattered there; rows are exchanged as in layouts (`costs.experts`).
 
-Sequences are ordered as for layouts. Not modelled: kernels that slow down while messages run, the
+Sequences are ordered as for layouts. Not modelled: messages that slow down each other, those of
+layers and rows of experts among them, kernels that slow down while messages run, the
 host's time for every message, a root that stays gathered, and ranks that run up to a layer ahead of
 the slowest one (below 0.1 % of a step).
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,14 +30,15 @@ from numpy.typing import NDArray
 
 from disttrain_cli.costs import nccl
 from disttrain_cli.costs.activations import at_worst, kept_share, working_share
+from disttrain_cli.costs.experts import exchanged_ms, local_shard, of_others
 from disttrain_cli.costs.flops import mfu
 from disttrain_cli.costs.freezing import Backward
 from disttrain_cli.costs.layout import (
     GRADIENT_BYTES,
     CostedStage,
     amount,
-    replicas_link,
     stages_of,
+    weight_rings,
 )
 from disttrain_cli.costs.links import all_gather_s, all_reduce_s, reduce_scatter_s, ring_link
 from disttrain_cli.costs.memory import (
@@ -48,7 +53,7 @@ from disttrain_cli.costs.stage import backward_parts, forward_parts, shard_of, t
 from disttrain_cli.planning.bounds import divisors
 from disttrain_cli.planning.draws import Draws
 from disttrain_cli.planning.predict import batches
-from disttrain_cli.planning.units import Cluster
+from disttrain_cli.planning.units import Cluster, Unit
 from disttrain_cli.spec.plan import Baseline, Layout, UnitPlan
 from disttrain_cli.spec.profile import Polynomial, Profile, combine
 
@@ -76,10 +81,12 @@ class Sharding:
     shards: int
     microbatch_size: int
     recomputes: bool
+    ep: int = 1  # degree at which experts are divided; 1 if parameters are sharded inside nodes
 
     def __str__(self) -> str:
         replicas = self.ranks // self.shards
         kind = f"FSDP over {self.ranks}" if replicas == 1 else f"HSDP {replicas} × {self.shards}"
+        kind += f", EP {self.ep}" if self.ep > 1 else ""
         return f"{kind}{', recomputing' * self.recomputes}, M {self.microbatch_size}"
 
     @cached_property
@@ -98,6 +105,7 @@ class Sharding:
                     name="model",
                     modules=list(modules),
                     dp=self.ranks,
+                    ep=self.ep,
                     gpus=self.ranks,
                     layers_per_stage=[sum(len(module.layers) for module in modules.values())],
                     checkpointing=self.recomputes,
@@ -110,10 +118,14 @@ class Sharding:
         return stages_of(self.profile, self.layout)[0]
 
     @cached_property
-    def gathered_bytes(self) -> Floats:
-        """[L] bytes of each layer's weights in the precision of its computation."""
+    def held(self) -> Floats:
+        """[2, L] parameters of each layer that a rank computes, and those in experts under EP."""
         known = parameters(self.profile, list(self.profile.modules), tp=1)
-        return known * WEIGHT_BYTES[self.profile.precision]
+        shape = self.layout.units[0].shape
+        others = np.array(
+            [of_others(self.profile, name, kind, shape)[0] for name, kind, _ in self.stage.held]
+        )
+        return np.array([known - others, others / max(1, self.ep - 1)])
 
     def peak_gib(self) -> float:
         """Return a rank's peak memory.
@@ -124,18 +136,27 @@ class Sharding:
         profile, unit = self.profile, self.layout.units[0]
         kept = at_worst(kept_share, profile, self.layout, unit)
         working = np.maximum(kept, at_worst(working_share, profile, self.layout, unit))
-        numbers, held = np.array(self.stage.numbers, dtype=np.float64), self.gathered_bytes.copy()
+        numbers, weight = np.array(self.stage.numbers, dtype=np.float64), WEIGHT_BYTES
+        held, experts = self.held * weight[profile.precision]
+        own, alike = np.array(self.stage.expert_numbers), self.ranks // self.ep
+        at_once = held - experts * (alike == 1)
+        gathered = at_once + np.append(0.0, at_once[:-1])
         if (tied := tied_in(profile, self.stage)) is not None:
             held[tied[1]] -= held[tied[0]]
-        weight = WEIGHT_BYTES[profile.precision]
-        states = (held + numbers * (STATE_BYTES - weight)).sum() / self.shards
-        gathered = self.gathered_bytes + np.append(0.0, self.gathered_bytes[:-1])
+        more = STATE_BYTES - weight[profile.precision]
+        states = (held - experts + (numbers - own) * more).sum() / self.shards
+        states += (experts + own * more).sum() / alike
         scattered = np.append(numbers[1:] * GRADIENT_BYTES, 0.0)
         moving = (np.cumsum(kept) - kept + working + gathered + scattered).max()
         node = profile.cluster.gpus_per_node
         ranks, shards = (nccl.Spread.of(range(size), node) for size in (self.ranks, self.shards))
         one = nccl.Spread(1, 1, 1)
         groups = Groups(ranks, ranks, one, one, cuts=0, messages_mib=0.0)
+        if self.ep > 1:
+            groups = groups._replace(
+                experts=nccl.Spread.of(range(self.ep), node),
+                expert_replicas=nccl.Spread.of(self.stage.expert_group(0), node),
+            )
         reserved = float(reserved_bytes(profile, unit.modules, groups))
         if 1 < self.shards < self.ranks:
             shards_mib = nccl.collective_mib(profile.device, shards)
@@ -160,8 +181,12 @@ class Sharding:
         )
 
     def _batch_s(self, loads: dict[str, Floats]) -> float:
-        each_ns = self.profile.device.optimizer_ns_per_parameter
-        return streams_s(self._passes(loads)) + 1e-9 * each_ns * self.stage.trained / self.shards
+        each_ns, experts = (
+            self.profile.device.optimizer_ns_per_parameter,
+            self.stage.trained_experts,
+        )
+        own = (self.stage.trained - experts) / self.shards + experts * self.ep / self.ranks
+        return streams_s(self._passes(loads)) + 1e-9 * each_ns * own
 
     def _passes(self, loads: dict[str, Floats]) -> Iterator[Pass]:
         """Yield all passes of a step in order."""
@@ -185,12 +210,15 @@ class Sharding:
         self, module: str, kind: str, does: Backward, loads: dict[str, Floats]
     ) -> tuple[list[float], list[float]]:
         """Return forward and backward of a layer on the slowest rank, by microbatch."""
-        shard = shard_of(self.profile.modules[module], kind, tp=1)
+        profile, shape = self.profile, self.layout.units[0].shape
+        shard = shard_of(profile.modules[module], kind, tp=1)
+        shard = local_shard(profile, module, kind, shape, shard)
+        cost = profile.modules[module].costs[kind]
+        parts = forward_parts(shard), backward_parts(shard, does, self.recomputes)
         forward, backward = (
-            (amount(_coefficients(parts), loads[module]).max(axis=1) / 1e3).tolist()
-            for parts in (
-                forward_parts(shard),
-                backward_parts(shard, does, self.recomputes),
+            (amount(_coefficients([*part, more]), loads[module]).max(axis=1) / 1e3).tolist()
+            for part, more in zip(
+                parts, exchanged_ms(profile, module, cost, shape, does), strict=True
             )
         )
         return forward, backward
@@ -199,21 +227,22 @@ class Sharding:
     def _messages_s(self) -> list[tuple[float, float, float]]:
         """By layer: gathering its weights, scattering its gradients, summing these over nodes."""
         links, between = self.profile.links, self.ranks // self.shards
-        node = self.cluster.gpus_per_node
-        link = replicas_link(self.profile, self.stage, node) if between == 1 else links
-        rows = []
-        for size, count in zip(self.gathered_bytes, self.stage.numbers, strict=True):
-            reduced = count * GRADIENT_BYTES
-            rows.append(
-                (
-                    all_gather_s(link, size, self.shards),
-                    reduce_scatter_s(link, reduced, self.shards) if count else 0.0,
-                    all_reduce_s(ring_link(links, 1), reduced / self.shards, between)
-                    if count
-                    else 0.0,
-                )
+        rings = weight_rings(self.profile, self.stage, self.cluster.gpus_per_node)
+        if between > 1:
+            rings = rings._replace(link=links, size=self.shards)
+        weight = WEIGHT_BYTES[self.profile.precision]
+        return [
+            (
+                rings.times_s(all_gather_s, weight, *held),
+                rings.times_s(reduce_scatter_s, GRADIENT_BYTES, count, experts),
+                all_reduce_s(ring_link(links, 1), count * GRADIENT_BYTES / self.shards, between)
+                if count
+                else 0.0,
             )
-        return rows
+            for held, count, experts in zip(
+                self.held.T, self.stage.numbers, self.stage.expert_numbers, strict=True
+            )
+        ]
 
 
 def streams_s(passes: Iterable[Pass]) -> float:
@@ -262,12 +291,13 @@ def sharded(profile: Profile, cluster: Cluster, draws: Draws) -> Baseline | None
 def _shardings(profile: Profile, cluster: Cluster) -> Iterator[Sharding]:
     """Yield all runs over the most devices that share the global batch evenly."""
     ranks = max(count for count in divisors(cluster.batch) if count <= cluster.gpus)
-    node = cluster.gpus_per_node
+    node, unit = cluster.gpus_per_node, Unit("model", tuple(profile.modules), profile, cluster)
     recomputes = {"none": [False], "full": [True], "auto": [False, True]}[cluster.checkpointing]
     for size in divisors(cluster.batch // ranks):
         for shards in [ranks, *([node] if ranks > node and ranks % node == 0 else [])]:
-            for choice in recomputes:
-                yield Sharding(profile, cluster, ranks, shards, size, choice)
+            eps = [ep for ep in unit.eps if ranks % ep == 0] if shards == ranks else [1]
+            for choice, ep in itertools.product(recomputes, eps):
+                yield Sharding(profile, cluster, ranks, shards, size, choice, ep)
 
 
 def _coefficients(parts: Sequence[Polynomial]) -> Floats:

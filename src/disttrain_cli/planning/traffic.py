@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
-
 from disttrain_cli.costs import experts
 from disttrain_cli.costs.context import exchanged_bytes, messages_s, ranks_per_node, rows
 from disttrain_cli.costs.freezing import Backward
@@ -19,7 +17,7 @@ from disttrain_cli.costs.layout import (
     reduction_of,
     weight_rings,
 )
-from disttrain_cli.costs.links import GIGABIT_BYTES, exchange_s, ring_bytes
+from disttrain_cli.costs.links import GIGABIT_BYTES, ring_bytes
 from disttrain_cli.costs.memory import GIB, WEIGHT_BYTES
 from disttrain_cli.costs.preparing import item_s
 from disttrain_cli.costs.replicated import dealt_bytes
@@ -149,29 +147,29 @@ def _expert_parallel(
     if unit.ep == 1:
         return []
     sequences = layout.global_batch_size / unit.dp / unit.tp_cp_size
-    stages = [
-        sum(
-            sequences
-            * rows(profile, name, profile.modules[name].work_per_sequence)
-            * experts.exchanged_bytes(profile, profile.modules[name].costs[kind], unit.shape, does)
+    stages = []  # bytes and seconds of a rank
+    for stage in of_unit:
+        messages = [
+            (
+                sequences * size * rows(profile, name, profile.modules[name].work_per_sequence),
+                link.all_gather_gbps * GIGABIT_BYTES,
+            )
             for name, kind, does in stage.held
-        )
-        for stage in of_unit
-    ]
-    fullest = of_unit[int(np.argmax(stages))]
-    exchanged = max(stages) * unit.ep / (unit.ep - 1)  # including a rank's own share
-    per_node = min(unit.ep, profile.links.gpus_per_node or unit.ep)
-    latency_s, all_s = (
-        exchange_s(profile.links, size, unit.ep, per_node) for size in (0.0, exchanged)
-    )
+            for link, size in experts.exchanged_bytes(
+                profile, name, profile.modules[name].costs[kind], unit.shape, does
+            )
+        ]
+        stages.append((sum(size for size, _ in messages), sum(size / s for size, s in messages)))
+    rank_bytes, rank_s = max(stages)
+    fullest = of_unit[stages.index((rank_bytes, rank_s))]
     return [
         Traffic(
             kind="expert_parallel",
             unit=unit.name,
             inside_a_node=in_one_node(fullest.ep_groups()[0], gpus_per_node),
-            job_gib=len(fullest.ranks) * sum(stages) / GIB,
-            rank_gib=max(stages) / GIB,
-            rank_s=all_s - latency_s,
+            job_gib=len(fullest.ranks) * sum(size for size, _ in stages) / GIB,
+            rank_gib=rank_bytes / GIB,
+            rank_s=rank_s,
         )
     ]
 

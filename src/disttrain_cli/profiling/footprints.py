@@ -31,8 +31,9 @@ from disttrain_cli.spec.runfile import Run
 from disttrain_cli.spec.work import Work
 
 Sizes = dict[str, Any]
-#: Rows per expert at which its bytes per row are recorded.
-ROWS = (64, 128)
+#: Rows per expert at which its bytes per row are recorded: enough that they, not the gradients of
+#: weights, decide the peak.
+ROWS = (1024, 2048)
 
 
 @dataclass(frozen=True)
@@ -238,7 +239,7 @@ class _Arrived(nn.Module):
     def forward(self, state: Mapping[str, Tensor], batch: Batch) -> dict[str, Tensor]:
         rows = state["rows"]
         index = torch.zeros(len(rows), 1, dtype=torch.int64, device=rows.device)
-        return {"rows": self.experts(rows, index, rows.new_ones(len(rows), 1))}
+        return {"rows": self.experts(rows, index, rows[:, :1])}  # weights have gradients
 
 
 def _shared(layer: PipelineLayer, index: int, probes: Probes, run: Run, *, tp: int) -> Running:

@@ -87,6 +87,18 @@ class Stage:
         """Return the groups of ranks that hold all experts together: consecutive ranks."""
         return _grouped(self.ranks, self.ep)
 
+    def ep_nodes(self, gpus_per_node: int) -> int:
+        """Return the fewest equal runs of an EP group's ranks that lie in one node each."""
+        return next(
+            runs
+            for runs in range(1, self.ep + 1)
+            if self.ep % runs == 0
+            and all(
+                run[0] // gpus_per_node == run[-1] // gpus_per_node
+                for run in _grouped(self.ranks, self.ep // runs)
+            )
+        )
+
     def expert_group(self, ep_rank: int) -> list[int]:
         """Return the ranks that hold the same experts."""
         return list(self.ranks[ep_rank :: self.ep])

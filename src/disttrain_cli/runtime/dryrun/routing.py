@@ -1,11 +1,11 @@
 """Numbers of rows that an EP group exchanges on fake devices, whose counts have no values.
 
-The observed rank is the fullest of its group, as memory is priced for it (`costs.experts`).
+The observed rank is the fullest of its group, as memory is priced for it (`costs.experts`); its
+peers have equally many of the rest.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -15,14 +15,16 @@ from unittest.mock import patch
 import numpy as np
 from torch import Tensor
 
+from disttrain_cli.costs.routing import reached
 from disttrain_cli.models import experts
 from disttrain_cli.models.group import Group
 from disttrain_cli.models.layer import PipelineLayer
+from disttrain_cli.spec.profile import Experts
 
 
 @contextmanager
 def routed(layers: Sequence[PipelineLayer], loads: Sequence[float]) -> Iterator[None]:
-    """Let as many rows arrive in each exchange as a rank sends, times the load of the layer."""
+    """Let experts of this rank get the load of their layer: rows over those of equal numbers."""
     stock, running = experts.counts, [1.0]  # load of the layer that runs
 
     def enter(load: float, *_: Any) -> None:
@@ -32,13 +34,22 @@ def routed(layers: Sequence[PipelineLayer], loads: Sequence[float]) -> Iterator[
         for _, part in experts.mixtures(layer):
             part.register_forward_pre_hook(partial(enter, load))
 
-    def drawn(expert_S: Tensor, count: int, group: Group) -> tuple[Tensor, list[int], list[int]]:
-        taken_E, _, _ = stock(expert_S, count, group)  # its messages, and the host's wait
-        sent, arrived = (
-            np.diff(np.arange(group.size + 1) * rows // group.size).tolist()
-            for rows in (len(expert_S), math.ceil(len(expert_S) * running[0]))
+    def drawn(index_RK: Tensor, count: int, group: Group) -> experts.Counts:
+        stock(index_RK, count, group)  # its messages, and the host's wait
+        ranks, (rows, chosen) = group.size, index_RK.shape
+        mixture, mine = Experts(ranks * count, chosen, 0, 0, 0), running[0] / ranks
+        share_R = np.full(ranks, (1.0 - mine) / (ranks - 1))
+        share_R[group.rank] = mine
+        numbers = [
+            share_R * chosen,
+            *(
+                [reached(mixture, share) for share in shares]
+                for shares in (share_R, share_R.reshape(group.nodes, -1).sum(axis=1))
+            ),
+        ]
+        return experts.Counts(
+            *(np.ceil(rows * np.tile(each, (ranks, 1))).astype(np.int64) for each in numbers)
         )
-        return taken_E, sent, arrived
 
     with patch.object(experts, "counts", drawn):
         yield

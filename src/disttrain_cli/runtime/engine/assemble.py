@@ -99,6 +99,7 @@ def _build_engine(
         group and replace(group, exchanging=tracer.exchanging)
         for group in (agreed(grid.tp, device), grid.cp, grid.ep)
     )
+    ep = ep and replace(ep, nodes=stage.ep_nodes(run.file.cluster.gpus_per_node))
     for layer in layers:
         if layer.module in coords.unit.module_tp:
             replicate(layer)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import numpy as np
@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from disttrain_cli.data.slots import StepOrder
+from disttrain_cli.models.experts import Counts, hops
 from disttrain_cli.models.graph import LayerInfo, layer_table
 from disttrain_cli.models.group import Group
 from disttrain_cli.models.layer import Batch, PipelineLayer, TensorSpec
@@ -65,7 +66,13 @@ def record_steps(
     for rank in range(graph.world_size) if ranks is None else ranks:
         with alone(rank, graph.world_size), Recorder(rank) as recorder:
             engine = HollowEngine(
-                run.file.train, table, carrying, graph, graph.coords(rank), overlap
+                run.file.train,
+                table,
+                carrying,
+                graph,
+                graph.coords(rank),
+                overlap,
+                run.file.cluster.gpus_per_node,
             )
             engine.run_step(order, _nothing, lambda: [0.0])
             engine.evaluate(order, _nothing)
@@ -147,11 +154,13 @@ def route(group: Group, slot: int) -> None:
     The routing is drawn for a group and slot, the same on all ranks; some of them exchange no rows.
     """
     assert group.ranks is not None
-    first = dist.get_process_group_ranks(group.ranks)[0]
-    rows_PP = np.random.default_rng([first, slot]).integers(0, 3, (group.size, group.size))
-    give, take = rows_PP[group.rank].tolist(), rows_PP[:, group.rank].tolist()
-    ones = [1] * group.size
-    for sent, taken in ((ones, ones), (give, take), (take, give)):
+    first, ranks = dist.get_process_group_ranks(group.ranks)[0], group.size
+    rows_RR = np.random.default_rng([first, slot]).integers(0, 3, (ranks, ranks))
+    by_node = rows_RR.reshape(ranks, group.nodes, -1).max(axis=2)
+    there = [(hop.give, hop.take) for hop in hops(Counts(rows_RR, rows_RR, by_node), 1, group)]
+    back = [(take, give) for give, take in reversed(there)]
+    ones = [1] * ranks
+    for sent, taken in ((ones, ones), *there, *back):
         group.exchanged(torch.empty(sum(sent), 1, device=NOWHERE), sent, taken)
 
 
@@ -212,8 +221,11 @@ class HollowEngine(UnitEngine):
         graph: StageGraph,
         coords: RankCoords,
         overlap: bool,
+        gpus_per_node: int,
     ) -> None:
         grid, layers = UnitGrid(graph, coords), coords.stage.layers
+        nodes = coords.stage.ep_nodes(gpus_per_node)
+        grid.ep = grid.ep and replace(grid.ep, nodes=nodes)
         links = brokers(
             graph,
             coords,
