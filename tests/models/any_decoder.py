@@ -143,10 +143,11 @@ FAMILIES = [
     "granite_swa", "granitemoe", "helium", "hy_v3", "hyperclovax", "internlm3", "iquestcoder",
     "jais2", "kimi_linear", "kolibri1", "laguna", "lfm2", "llama", "llama4_text", "mellum",
     "mimo_v2_flash", "minicpm3", "minimax", "minimax_m2", "ministral",
-    "ministral3", "mistral", "mixtral", "nemotron", "olmo", "olmo2", "olmo3", "olmo_hybrid",
-    "olmoe", "phi", "phi3", "phi4_multimodal", "qwen2", "qwen2_5_vl_text", "qwen2_moe", "qwen3",
-    "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "qwen3_vl_text", "seed_oss",
-    "smollm3", "solar_open", "stablelm", "starcoder2", "vaultgemma", "youtu",
+    "ministral3", "mistral", "mixtral", "muse_glimmer_text", "muse_spark_text", "nemotron",
+    "olmo", "olmo2", "olmo3", "olmo_hybrid", "olmoe", "phi", "phi3", "phi4_multimodal", "qwen2",
+    "qwen2_5_vl_text", "qwen2_moe", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe",
+    "qwen3_next", "qwen3_vl_text", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2",
+    "vaultgemma", "youtu",
 ]
 # fmt: on
 #: Those that do not, with a word of the reason.
@@ -161,7 +162,7 @@ REFUSED = {
     "gpt2": "no pipeline plan",
     "hrm_text": "no layers",
     "hy_v4": "its classes fail",
-    "inkling_text": "its embedding",
+    "inkling_text": "numbers the rows of a batch",
     "longcat_flash": "its classes fail",
     "minimax_m3_vl_text": "numbers the rows of a batch",
     "nanochat": "no pipeline plan",
