@@ -23,7 +23,7 @@ from disttrain_cli.models.configs.checks import MISTAKES
 from disttrain_cli.models.configs.decoders import sees_vision
 from disttrain_cli.models.configs.wholes import WHOLE
 from disttrain_cli.models.empty_weights import empty_weights
-from disttrain_cli.models.library_frame import TOKEN_INPUTS, Tail
+from disttrain_cli.models.library_frame import TOKEN_INPUTS, StandIn, Tail
 from disttrain_cli.spec.library_calls import Media
 from disttrain_cli.spec.library_images import LibraryImages, LibraryItems
 from disttrain_cli.spec.library_processor import LibraryProcessor
@@ -191,20 +191,13 @@ class _Outputs:
         return torch.tensor(torch.nan)
 
 
-class _Llm(nn.Module):
+class _Llm(StandIn):
     """Stand-in for an LLM."""
 
     def __init__(self, llm: Any, width: int) -> None:
-        super().__init__()
-        self.__dict__["_of"] = llm
-        self.config, self.embed_tokens = llm.config, _Table(llm.config.vocab_size, width)
+        super().__init__(llm)
+        self.embed_tokens = _Table(llm.config.vocab_size, width)
         self.names = tuple(inspect.signature(llm.forward).parameters)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.__dict__["_of"], name)
 
     def get_input_embeddings(self) -> nn.Module:
         return self.embed_tokens
@@ -216,15 +209,15 @@ class _Llm(nn.Module):
         raise _ReachedError(dict(zip(self.names, args, strict=False)) | kwargs)
 
 
-class _Projector(nn.Module):
+class _Projector(StandIn):
     """Stand-in for a child of a whole model that its forward may apply to a tower's rows."""
 
-    def __init__(self, name: str, applied: list[str]) -> None:
-        super().__init__()
-        self._name, self._applied = name, applied
+    def __init__(self, name: str, of: nn.Module, applied: list[tuple[str, Tensor]]) -> None:
+        super().__init__(of)
+        self.__dict__ |= {"_name": name, "_applied": applied}
 
     def forward(self, rows: Tensor) -> Tensor:
-        self._applied.append(self._name)
+        self._applied.append((self._name, rows))
         return rows
 
 
@@ -241,10 +234,10 @@ def tower_call(config: Any, given: Mapping[str, Tensor], token: int, media: Medi
     whole, kind, text = whole_model(config), config.model_type, config.get_text_config()
     base, ids, width = whole.base, given["input_ids"][0], text.hidden_size
     stand_in = _Llm(getattr(base, whole.llm), width)
-    applied = list[str]()
-    others_of = {name: _Projector(name, applied) for name, _ in base.named_children()}
+    applied = list[tuple[str, Tensor]]()
+    children = {name: _Projector(name, one, applied) for name, one in base.named_children()}
     # first, as a model takes the device of its first weight for its own
-    base._modules = {whole.llm: stand_in} | others_of | {whole.llm: stand_in}
+    base._modules = {whole.llm: stand_in, **base._modules, **children, whole.llm: stand_in}
     function = FEATURES[media]
     if not hasattr(base, function):
         raise refused(kind, f"{type(base).__name__} has no {function}")
@@ -272,8 +265,11 @@ def tower_call(config: Any, given: Mapping[str, Tensor], token: int, media: Medi
                 kind, reached.arguments, stand_in, ids, ids == token, features, media
             )
             deep = reached.arguments.get(DEEP_ROWS) or ()
+            if not all(torch.equal(one.flatten(), features.flatten()) for _, one in applied):
+                raise refused(kind, "its forward applies modules to other rows") from None
             call = _call(kind, calls, given, function, output)
-            return call._replace(positions=positions, levels=len(deep), projectors=tuple(applied))
+            projectors = tuple(name for name, _ in applied)
+            return call._replace(positions=positions, levels=len(deep), projectors=projectors)
         except Exception as error:  # other forms of the features fail in any way
             why = why or f"{type(error).__name__}: {' '.join(str(error).split())}"
     if others := others - set(OUTPUTS):
