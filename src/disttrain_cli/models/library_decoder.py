@@ -350,8 +350,9 @@ class LibraryDecoder:
         for pattern, rule in plan.items():
             path = pattern.removeprefix(prefix)
             owner, _, name = path.rpartition(".")
-            if pattern.startswith(prefix) and owner and _part(layer, owner, name) is not None:
-                rules.setdefault(owner, {})[name] = rule
+            part = _part(layer, owner, name) if pattern.startswith(prefix) and owner else None
+            if part is not None and not (isinstance(part, nn.Parameter) and part.ndim > 2):
+                rules.setdefault(owner, {})[name] = rule  # weights of experts stay whole
         made, owners = recurrent.division(layer), list(recurrent.mixers(layer))
         owners = [path for path in owners if any(name.startswith(f"{path}.") for name in made)]
         for owner, own in rules.items():
