@@ -438,6 +438,33 @@ def deepseek_ocr2() -> Any:
     )
 
 
+def llama4() -> Any:
+    import transformers
+
+    marks = ("image", "image_start", "image_end", "tile_x_separator", "tile_y_separator")
+    words = words_of(tuple(f"<|{mark}|>" for mark in marks), "<|patch|>")
+    words.chat_template = words.chat_template.replace("<|patch|>", "<|image|>")
+    return transformers.Llama4Processor(
+        transformers.Llama4ImageProcessor(size={"height": 32, "width": 32}, max_patches=4),
+        words,
+        patch_size=8,
+        chat_template=words.chat_template,
+    )
+
+
+def muse() -> Any:
+    import transformers
+
+    marks = ("image_start", "image_end", "video", "vid_frame_separator", "vid_start", "vid_end")
+    words = words_of(tuple(f"<|{mark}|>" for mark in marks), "<|patch|>")
+    return transformers.MuseGlimmerProcessor(
+        transformers.MuseGlimmerImageProcessor(patch_size=4, max_image_tokens=16),
+        transformers.MuseGlimmerVideoProcessor(),
+        words,
+        chat_template=words.chat_template,
+    )
+
+
 ITEMS = ("image", "video", "vision")
 MARKS = ("<video>", "<start>", "<end>", "<|begin_of_video|>", "<|end_of_video|>")
 SLICES = (
@@ -547,6 +574,33 @@ SAM = {
     "mlp_dim": 64,
 }
 FAMILIES: dict[str, Tiny] = {
+    "llama4": Tiny(
+        "Llama4",
+        llama4,
+        VIT_LAYERS
+        | {
+            "image_size": 32,
+            "patch_size": 8,
+            "intermediate_size": 128,
+            "projector_input_dim": 32,
+            "projector_output_dim": 32,
+            "vision_output_dim": 32,
+        },
+        HEADS
+        | {
+            "intermediate_size_mlp": 64,
+            "num_local_experts": 4,
+            "interleave_moe_layer_step": 2,
+            "no_rope_layers": [1, 0],
+        },
+    ),
+    "muse_glimmer": Tiny(
+        "MuseGlimmer",
+        muse,
+        VIT_LAYERS | {"pos_emb_height": 8, "pos_emb_width": 8},
+        HEADS | {"sliding_window": 16},
+        VIDEO | {"out_hidden_size": 128, "projector_hidden_size": 32},
+    ),
     "vipllava": Tiny(
         "VipLlava",
         vipllava,
@@ -1013,6 +1067,7 @@ def write(folder: Path, family: str) -> tuple[Any, Any]:
     words = processor.tokenizer
     rows = (
         "<|IMG_PATCH|>",
+        "<|patch|>",
         "<IMG_ATOM>",
         "<soft>",
         "<imgpad>",

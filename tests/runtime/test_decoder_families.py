@@ -176,6 +176,7 @@ def library_step(path: Path, dtype: torch.dtype = torch.float32) -> LibraryStep:
         model = classes.from_pretrained(folder, attn_implementation="eager").eval()
     else:
         model, head = library_model(config, layers)
+    model.config._experts_implementation = "eager"  # others compute nothing in fp64
     for part in filter(None, (model, head)):
         part.to(dtype)
     labels, ids = batch.labels.flatten(), batch.token_ids.flatten()

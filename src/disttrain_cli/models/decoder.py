@@ -83,7 +83,10 @@ class Embed(DecoderLayer):
         )
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
         self._library = library_decoder(config)
-        self.published = {"embedding": self._library.names["embedding"]}
+        self.norms = self._library.embedding_norms()
+        name = self._library.names["embedding"]
+        self.published = {"embedding": name}
+        self.published |= {f"norms.{norm}": f"{name}.{norm}" for norm in self.norms}
         self.writes += tuple(
             TensorSpec(_input_name(number, place), "sequence", "tokens", shape, split=True)
             for number, inputs in enumerate(self._library.inputs)
@@ -105,6 +108,8 @@ class Embed(DecoderLayer):
         ids = batch.token_ids.flatten()
         table = self.embedding.weight
         hidden = self.embedding(ids) if self.first_id is None else embed(ids, table, self.first_id)
+        for norm in self.norms.values():  # rows of other ranks are zero, and stay so
+            hidden = norm(hidden)
         if self._library.embedding_scale != 1.0:
             hidden = hidden * hidden.new_tensor(self._library.embedding_scale)
         for item in dict.fromkeys(name.partition(EMBEDS)[0] for name in self.reads):

@@ -216,13 +216,34 @@ class LibraryDecoder:
                 return nn.Linear(self.config.hidden_size, self.config.vocab_size, bias=False)
         return _copy(self.model.get_output_embeddings())
 
+    def embedding_norms(self) -> nn.ModuleDict:
+        """Return copies of the norms that the embedding applies to the rows of its table."""
+        return with_own_kernels(nn.ModuleDict(_copy(self._embed).named_children()))
+
+    @property
+    def _embed(self) -> nn.Module:
+        embedding: nn.Module = getattr(self.base, self._embedding)
+        return embedding
+
     def _embedding_scale(self) -> float:
-        embedding = getattr(self.base, self._embedding)
-        if type(embedding) is nn.Embedding:
+        """Return the factor of the rows of the embedding's table, after its norms."""
+        if type(self._embed) is nn.Embedding:
             return 1.0
-        if not isinstance(embedding, nn.Embedding) or not hasattr(embedding, "embed_scale"):
+        embedding, width = _copy(self._embed), self.config.hidden_size
+        for part in embedding.modules():
+            for name, weight in part.named_parameters(recurse=False):
+                part._parameters[name] = nn.Parameter(torch.ones(weight.shape[-1:]))
+        # powers of two, so that a factor is exact
+        table = 2.0 ** torch.arange(2.0 * width).remainder(3).view(2, width)
+        embedding._parameters["weight"] = nn.Parameter(table)
+        rows = table
+        for norm in embedding.children():
+            rows = norm(rows)
+        made = embedding(torch.arange(2)).detach()
+        scale = made[0, 0] / rows.detach()[0, 0]
+        if not torch.allclose(made, rows * scale):
             raise NoPipeline(f"its embedding {type(embedding).__name__} is of an unknown kind")
-        return float(embedding.embed_scale)
+        return float(scale)
 
     def _scale_of_lookup(self) -> float:
         """Return the factor of rows that the base model looks up, beside rows that it is given."""
@@ -329,8 +350,9 @@ class LibraryDecoder:
         for pattern, rule in plan.items():
             path = pattern.removeprefix(prefix)
             owner, _, name = path.rpartition(".")
-            if pattern.startswith(prefix) and owner and _part(layer, owner, name) is not None:
-                rules.setdefault(owner, {})[name] = rule
+            part = _part(layer, owner, name) if pattern.startswith(prefix) and owner else None
+            if part is not None and not (isinstance(part, nn.Parameter) and part.ndim > 2):
+                rules.setdefault(owner, {})[name] = rule  # weights of experts stay whole
         made, owners = recurrent.division(layer), list(recurrent.mixers(layer))
         owners = [path for path in owners if any(name.startswith(f"{path}.") for name in made)]
         for owner, own in rules.items():

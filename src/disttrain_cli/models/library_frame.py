@@ -55,18 +55,26 @@ class Arguments(NamedTuple):
         return self.positional[place] if isinstance(place, int) else self.keywords[place]
 
 
-class _Recorder(nn.Module):
-    """Stand-in for a decoder layer that records its arguments and returns its input."""
+class StandIn(nn.Module):
+    """Module with the attributes of another one, except its weights."""
 
-    def __init__(self, layer: nn.Module, frame: Frame) -> None:
+    def __init__(self, of: nn.Module) -> None:
         super().__init__()
-        self.__dict__["_of"], self.__dict__["_frame"] = layer, frame
+        self.__dict__["_of"] = of
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
             return getattr(self.__dict__["_of"], name)
+
+
+class _Recorder(StandIn):
+    """Stand-in for a decoder layer that records its arguments and returns its input."""
+
+    def __init__(self, layer: nn.Module, frame: Frame) -> None:
+        super().__init__(layer)
+        self.__dict__["_frame"] = frame
 
     def forward(self, *given: Any, **named: Any) -> Any:
         return self.__dict__["_frame"].record(given, named)
@@ -192,16 +200,10 @@ def head_name(model: Any) -> str | None:
     return next((name for name, part in model.named_modules() if part is head), None)
 
 
-class _Given(nn.Module):
+class _Given(StandIn):
     """Stand-in for a base model that returns given hidden states, and nothing else."""
 
-    def __init__(self, base: nn.Module) -> None:
-        super().__init__()
-        self.rows: Tensor | None = None
-        self.__dict__["_of"] = base
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_of"], name)  # its constants
+    rows: Tensor | None = None
 
     def forward(self, *_: Any, **__: Any) -> Any:
         return _output()(last_hidden_state=self.rows)

@@ -255,6 +255,8 @@ class Tower(PipelineLayer):
             made = getattr(self.tower, call.function)(**given, **call.constants, return_dict=True)
             deep = getattr(made, DEEP) if call.levels else ()
             found = [flat_rows(one) for one in (getattr(made, call.output), *deep)]
+            for name in call.projectors:
+                found[0] = self.tower.get_submodule(name)(found[0])
         if any(len(one) != (2 if rows == 1 else rows) for one in found):
             raise SpecError(
                 f"The tower of {self.head.folder} and its processor do not fit",

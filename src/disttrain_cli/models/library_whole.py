@@ -23,7 +23,7 @@ from disttrain_cli.models.configs.checks import MISTAKES
 from disttrain_cli.models.configs.decoders import sees_vision
 from disttrain_cli.models.configs.wholes import WHOLE
 from disttrain_cli.models.empty_weights import empty_weights
-from disttrain_cli.models.library_frame import TOKEN_INPUTS, Tail
+from disttrain_cli.models.library_frame import TOKEN_INPUTS, StandIn, Tail
 from disttrain_cli.spec.library_calls import Media
 from disttrain_cli.spec.library_images import LibraryImages, LibraryItems
 from disttrain_cli.spec.library_processor import LibraryProcessor
@@ -54,11 +54,19 @@ STEP = (
 
 
 class Whole(NamedTuple):
-    """Class instance of a whole model without memory for weights, and its base model."""
+    """Class instance of a whole model without memory for weights, and its base model.
+
+    Some have no base model: they hold their towers, and an LLM with its head, themselves.
+    """
 
     model: Any
     base: Any
     llm: str  # name of the LLM in the base model
+
+    @property
+    def with_head(self) -> Any:
+        """The class that outputs logits of its `model`'s hidden states."""
+        return getattr(self.base, self.llm) if self.base is self.model else self.model
 
 
 def whole_model(config: Any) -> Whole:
@@ -96,19 +104,20 @@ def _made(config: Any) -> Whole:
         raise refused(
             kind, why if isinstance(error, ImportError) else f"its classes fail: {why}"
         ) from None
-    base = getattr(model, "model", None)
-    llm = next((name for name in LLMS if isinstance(getattr(base, name, None), nn.Module)), None)
     functions = FEATURES["image"], FEATURES["audio"]
-    if base is None or llm is None or not any(hasattr(base, one) for one in functions):
+    base = getattr(model, "model", model)
+    llm = next((name for name in LLMS if isinstance(getattr(base, name, None), nn.Module)), None)
+    if llm is None or not any(hasattr(base, one) for one in functions):
         why = f"a model with {' or '.join(functions)} and an LLM ({' or '.join(LLMS)})"
-        raise refused(kind, f"{made.__name__} has no `model` of the usual form: {why}")
+        raise refused(kind, f"{made.__name__} is not, and has no `model`, of the usual form: {why}")
+    whole = Whole(model, base, llm)
     hidden = torch.empty(2, config.get_text_config().hidden_size, device="meta")
     try:
-        Tail(model, "model")(hidden, model.get_output_embeddings())
+        Tail(whole.with_head, "model")(hidden, model.get_output_embeddings())
     except MISTAKES as error:
         why = " ".join(str(error).split())
         raise refused(kind, f"its logits are computed of more than hidden states: {why}") from None
-    return Whole(model, base, llm)
+    return whole
 
 
 def whole_of(config: Any) -> Any:
@@ -120,7 +129,7 @@ def whole_of(config: Any) -> Any:
     if whole is None:
         return None
     made = CONFIG_MAPPING[whole["model_type"]]
-    return whole_model(made.from_dict(whole | {"text_config": fields})).model
+    return whole_model(made.from_dict(whole | {"text_config": fields})).with_head
 
 
 def refused(model_type: str, why: str) -> SpecError:
@@ -137,6 +146,7 @@ class TowerCall(NamedTuple):
     constants: Mapping[str, Any]
     positions: Tensor | None  # [3, L] of the tokens (M-RoPE); None: counted from 0
     levels: int = 0  # inner blocks whose rows the LLM's first layers add (DeepStack)
+    projectors: tuple[str, ...] = ()  # children that its forward then applies to the rows
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -181,20 +191,13 @@ class _Outputs:
         return torch.tensor(torch.nan)
 
 
-class _Llm(nn.Module):
+class _Llm(StandIn):
     """Stand-in for an LLM."""
 
     def __init__(self, llm: Any, width: int) -> None:
-        super().__init__()
-        self.__dict__["_of"] = llm
-        self.config, self.embed_tokens = llm.config, _Table(llm.config.vocab_size, width)
+        super().__init__(llm)
+        self.embed_tokens = _Table(llm.config.vocab_size, width)
         self.names = tuple(inspect.signature(llm.forward).parameters)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.__dict__["_of"], name)
 
     def get_input_embeddings(self) -> nn.Module:
         return self.embed_tokens
@@ -204,6 +207,18 @@ class _Llm(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> None:
         raise _ReachedError(dict(zip(self.names, args, strict=False)) | kwargs)
+
+
+class _Projector(StandIn):
+    """Stand-in for a child of a whole model that its forward may apply to a tower's rows."""
+
+    def __init__(self, name: str, of: nn.Module, applied: list[tuple[str, Tensor]]) -> None:
+        super().__init__(of)
+        self.__dict__ |= {"_name": name, "_applied": applied}
+
+    def forward(self, rows: Tensor) -> Tensor:
+        self._applied.append((self._name, rows))
+        return rows
 
 
 def tower_call(config: Any, given: Mapping[str, Tensor], token: int, media: Media) -> TowerCall:
@@ -219,8 +234,10 @@ def tower_call(config: Any, given: Mapping[str, Tensor], token: int, media: Medi
     whole, kind, text = whole_model(config), config.model_type, config.get_text_config()
     base, ids, width = whole.base, given["input_ids"][0], text.hidden_size
     stand_in = _Llm(getattr(base, whole.llm), width)
+    applied = list[tuple[str, Tensor]]()
+    children = {name: _Projector(name, one, applied) for name, one in base.named_children()}
     # first, as a model takes the device of its first weight for its own
-    base._modules = {whole.llm: stand_in} | {**base._modules, whole.llm: stand_in}
+    base._modules = {whole.llm: stand_in, **base._modules, **children, whole.llm: stand_in}
     function = FEATURES[media]
     if not hasattr(base, function):
         raise refused(kind, f"{type(base).__name__} has no {function}")
@@ -238,6 +255,7 @@ def tower_call(config: Any, given: Mapping[str, Tensor], token: int, media: Medi
     why, others = "", set[str]()
     for output, form in product(OUTPUTS, forms()):
         calls.clear()
+        applied.clear()
         base.__dict__[function] = partial(_features, calls, others, {output: form}, levels, names)
         try:
             with torch.no_grad():
@@ -247,8 +265,11 @@ def tower_call(config: Any, given: Mapping[str, Tensor], token: int, media: Medi
                 kind, reached.arguments, stand_in, ids, ids == token, features, media
             )
             deep = reached.arguments.get(DEEP_ROWS) or ()
+            if not all(torch.equal(one.flatten(), features.flatten()) for _, one in applied):
+                raise refused(kind, "its forward applies modules to other rows") from None
             call = _call(kind, calls, given, function, output)
-            return call._replace(positions=positions, levels=len(deep))
+            projectors = tuple(name for name, _ in applied)
+            return call._replace(positions=positions, levels=len(deep), projectors=projectors)
         except Exception as error:  # other forms of the features fail in any way
             why = why or f"{type(error).__name__}: {' '.join(str(error).split())}"
     if others := others - set(OUTPUTS):

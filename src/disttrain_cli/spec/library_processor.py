@@ -362,7 +362,12 @@ class LibraryProcessor:
                 made = self._processor(**arguments, text=text, return_tensors="pt")
         except Exception as error:  # classes of many authors raise anything
             raise ValueError(f"the processor refuses it: {_line(error)}") from None
-        arrays = {name: np.asarray(value) for name, value in made.items() if name not in OF_TEXT}
+        bf16 = import_module("torch").bfloat16  # which numpy lacks
+        arrays = {
+            name: np.asarray(value.float() if getattr(value, "dtype", None) is bf16 else value)
+            for name, value in made.items()
+            if name not in OF_TEXT
+        }
         said, *others = self._recorder.said.texts
         if others:
             raise ValueError(f"the processor makes {1 + len(others)} texts of one")

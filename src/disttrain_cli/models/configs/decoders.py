@@ -16,7 +16,9 @@ class Family(NamedTuple):
 
     published: str | None = None  # class with embedding and head, if not the library's own mapping
     mrope: bool = False
-    norm: str = "norm"  # name of the final norm, if there is no pipeline plan
+    # names of the embedding and the final norm, if there is no pipeline plan
+    embedding: str = "embed_tokens"
+    norm: str = "norm"
     # types of layers in which the vision tokens of an image see each other
     sees_vision: tuple[str, ...] = ()
 
@@ -38,6 +40,8 @@ FAMILIES = {
     "lfm2": Family(norm="embedding_norm"),
     "lfm3": Family(norm="embedding_norm"),
     "falcon_h1": Family(norm="final_layernorm"),
+    "persimmon": Family(norm="final_layernorm"),
+    "nemotron_h": Family(embedding="embeddings", norm="norm_f"),
 }
 
 
@@ -47,7 +51,7 @@ def parts_of(config: Any) -> tuple[str, str, str] | None:
     if plan:
         return plan[0], "layers", plan[-1]
     family = FAMILIES.get(config.model_type)
-    return None if family is None else ("embed_tokens", "layers", family.norm)
+    return None if family is None else (family.embedding, "layers", family.norm)
 
 
 def sees_vision(config: Any) -> list[bool]:

@@ -25,6 +25,8 @@ TABLES = ("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES", "MODEL_FOR_MULTIMODAL_LM
 AUDIO_PARTS = ("audio_tower", "embed_audio", "audio_projector", "sound_tower", "sound_projection")
 #: Names of the LLM in a whole model's class, where it is not `language_model`.
 LLM_NAMES = {"emu3": "text_model", "granite_docling": "text_model", "idefics2": "text_model"}
+#: Families whose class holds its towers, and an LLM with its head, itself.
+WITHOUT_BASE = ("llama4",)
 
 
 @cache
@@ -52,20 +54,24 @@ def library_family(model_type: str, hears: bool = False) -> Family | None:
     sees = model_type in library_classes()
     if not sees and model_type not in library_classes(TABLES[1]):
         return None
-    llm = f"model.{LLM_NAMES.get(model_type, 'language_model')}"
-    heard = {name: f"model.{name}" for name in AUDIO_PARTS}
+    base = "" if model_type in WITHOUT_BASE else "model."
+    llm = f"{base}{LLM_NAMES.get(model_type, 'language_model')}"
+    heard = {name: f"{base}{name}" for name in AUDIO_PARTS}
+    names = {"model": llm, "lm_head": "lm_head"}
+    if not base:
+        names = {name: f"{llm}.{name}" for name in names}
     modules = {}
     if sees:
         others = tuple(f"{name}." for name in heard.values()) if hears else ()
-        modules["vision"] = _tower("vision", {"": "model."}, (f"{llm}.", *others))
+        modules["vision"] = _tower("vision", {"": base}, (f"{llm}.", *others))
     if hears or not sees:
         modules["audio"] = (
-            _tower("audio", heard) if sees else _tower("audio", {"": "model."}, (f"{llm}.",))
+            _tower("audio", heard) if sees else _tower("audio", {"": base}, (f"{llm}.",))
         )
     return Family(
         modules={
             **modules,
-            "llm": Module("llm", "text_config", names={"model": llm, "lm_head": "lm_head"}),
+            "llm": Module("llm", "text_config", names=names),
         },
         joins=lambda path, config: {name: {"projector": "none"} for name in modules},  # their own
         processor=_no_rule,
