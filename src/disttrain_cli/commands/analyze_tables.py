@@ -195,9 +195,12 @@ def _experts(console: Console, analysis: Analysis) -> None:
 
 
 def _memory(console: Console, analysis: Analysis) -> None:
+    # measured on CUDA devices alone
+    outside = any(row.outside_gib is not None for row in analysis.memory)
     console.table(
         "Peak memory per stage in GiB (rank with most)",
-        ["unit", "stage", "peak", "plan, worst case", "limit", "outside PyTorch", "plan's reserve"],
+        ["unit", "stage", "peak", "plan, worst case", "limit"]
+        + ["outside PyTorch", "plan's reserve"] * outside,
         [
             [
                 row.unit,
@@ -205,8 +208,7 @@ def _memory(console: Console, analysis: Analysis) -> None:
                 f"{row.measured_gib:.3f}",
                 figure(row.predicted_gib),
                 figure(row.limit_gib),
-                figure(row.outside_gib),
-                figure(row.reserve_gib),
+                *[figure(row.outside_gib), figure(row.reserve_gib)] * outside,
             ]
             for row in analysis.memory
         ],
