@@ -7,10 +7,11 @@ profiles, measurements of the ranks, reports and trackers. `steps` has the order
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
-from disttrain_cli.data.packing import Packing
-from disttrain_cli.data.slots import StepOrder
+if TYPE_CHECKING:
+    from disttrain_cli.data.packing import Packing
+    from disttrain_cli.data.slots import StepOrder
 
 
 class Data(Protocol):

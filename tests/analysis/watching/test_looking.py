@@ -125,7 +125,7 @@ def test_data_that_move_are_told_within_five_steps(tmp_path, growing):
             told.append((step, [one.what for one in look.analysis.drift]))
     assert told[0][1] == [] and told[-1][1] == ["images read per sequence"]
     assert told[-1][0] >= BEFORE
-    assert "images read per sequence" in look.row()["drift"][0]["told"]
+    assert "images read per sequence" in look.row()["drift"][0]["sentence"]
 
 
 def test_nothing_is_judged_before_a_whole_step(tmp_path, growing):
