@@ -14,6 +14,7 @@ from disttrain_cli.data.ordering.assigning import assign, count_costs
 from disttrain_cli.data.ordering.loads import replica_loads
 from disttrain_cli.data.sizes import sampled_batch, sizes_of_sample
 from disttrain_cli.models.graph import describe, layer_table
+from disttrain_cli.schedule.one_f_one_b import inputs
 from disttrain_cli.simulation.pipeline import simulate
 from disttrain_cli.simulation.step import pipeline_of
 from disttrain_cli.simulation.timeline import Timeline
@@ -127,6 +128,7 @@ class Recording:
         parts: Any,
     ) -> list[dict[str, Any]]:
         pipeline = pipeline_of(self.true, self.layout, stages, loads, self.gpus_per_node)
+        received = inputs(pipeline.cuts)
         rows: list[dict[str, Any]] = []
         last_s = max(
             float(np.nanmax(_ends(timeline)[:, number])) + float(pipeline.reduce_s[number])
@@ -180,8 +182,7 @@ class Recording:
                 )
                 free_s = 0.0
                 for start_s, slot, direction in passes:
-                    sides = {"forward": pipeline.before, "backward": pipeline.after}
-                    if direction in sides and sides[direction](number):
+                    if (COMPUTE.index(direction), number) in received:
                         emit(
                             "receive_activation" if direction == "forward" else "receive_gradient",
                             free_s,
