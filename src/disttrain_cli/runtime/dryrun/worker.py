@@ -243,6 +243,7 @@ def watched(
 ) -> Iterator[None]:
     """Record what slot `last` of a step does, per instruction, and the waits of the whole step."""
     counts, syncs, messages = Counter[str](), Counter[tuple[str, str, str]](), list[Message]()
+    seen.kept_gib = 0.0
 
     def wrapped(name: str, stock: Callable[[int], None]) -> Callable[[int], None]:
         instruction = name.removeprefix("_")
