@@ -71,6 +71,12 @@ def test_a_chain_of_waits_ends_at_its_cause() -> None:
     assert found.causes == [0] and found.waits[2] == [1]
 
 
+def test_the_end_of_sends_waits_for_the_stages_on_both_sides() -> None:
+    found = diagnose(states("wait", "wait", "forward"), graph_of().stages, set())
+    assert found.causes == [2] and not found.circle
+    assert found.waits == {0: [1], 1: [0, 2], 2: []}
+
+
 def test_a_silent_rank_is_the_cause_also_where_others_compute() -> None:
     found = diagnose(
         states("forward", "receive_gradient", "receive_activation"), graph_of().stages, {1}

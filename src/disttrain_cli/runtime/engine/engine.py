@@ -156,6 +156,7 @@ class UnitEngine:
         try:
             with torch.no_grad():
                 self._execute(evaluation(self.coords.stage, len(order.slots)))
+            self.tracer.begin("evaluation")
             sums = torch.stack(self.runner.sum_losses(self.loss_modules, self.device))
             dist.all_reduce(sums)
             return dict(zip(self.loss_modules, read(sums), strict=True))

@@ -2,9 +2,9 @@
 
 A job hangs when no rank has made progress for `train.hang_s`. Every rank publishes its current
 operation (`pulse`); which ranks it waits for follows from the operation and the plan: a transfer
-waits for the neighbouring stage, a reduction for the other ranks of its group and for the
-tied-embedding peer. The ranks that are waited for and do not wait themselves are the cause; if
-there are none, the ranks wait for each other in a cycle.
+waits for the neighbouring stage, the end of sends for the stages on both sides, a reduction for the
+other ranks of its group and for the tied-embedding peer. The ranks that are waited for and do not
+wait themselves are the cause; if there are none, the ranks wait for each other in a cycle.
 """
 
 from __future__ import annotations
@@ -67,8 +67,11 @@ def diagnose(states: Mapping[int, State], stages: Sequence[Stage], silent: set[i
 def _waits_for(state: State, states: Mapping[int, State], stages: Sequence[Stage]) -> list[int]:
     """Return the ranks that a rank's operation waits for; none where it runs locally."""
     stage = next(stage for stage in stages if state.rank in stage.ranks)
-    if state.operation in UPSTREAM + DOWNSTREAM:
-        numbers = stage.before if state.operation in UPSTREAM else stage.after
+    if state.operation in (*UPSTREAM, *DOWNSTREAM, "wait"):
+        numbers = (
+            *(stage.before if state.operation not in DOWNSTREAM else ()),
+            *(stage.after if state.operation not in UPSTREAM else ()),
+        )
         return [rank for number in numbers for rank in stages[number].ranks]
     if state.operation in TOGETHER:
         group: Sequence[int] = list(states)
