@@ -4,15 +4,14 @@
 tick a stage does one pass at most, and it waits for its own last one and for the one that its
 neighbour did a tick before. All replicas of all stages are in one vector; a stage's forwards are at
 ticks of one parity and its backwards at the others, so what each rank waits for depends on the
-tick's parity only and is looked up beforehand. If several stages feed
-one, it waits for all of them, and one that feeds several waits for the backwards of all of them (if
-lines after it are shorter, their last stage has time to spare between a slot's two passes). Sends
-do not block the sender. A slot enters a unit when all replicas of the unit before have finished it,
-because images are distributed over replicas one by one. If the data of a slot have to be prepared,
-its forward waits for them too (`feeding`). Weight gradients of split backwards delay only their own
-rank, which computes them between a backward and its next operation (Qi et al. 2024, arXiv
-2401.10241). Messages overlapped with passes (`costs.overlap`) delay a rank's first forward, and the
-step's end.
+tick's parity only and is looked up beforehand. If several stages feed one, it waits for all of
+them, and one that feeds several waits for the backwards of all of them (if lines after it are
+shorter, their last stage has time to spare between a slot's two passes). Sends do not block the
+sender. A slot enters a unit when all replicas of the unit before have finished it, because images
+are distributed over replicas one by one. If the data of a slot have to be prepared, its forward
+waits for them too (`feeding`). Weight gradients of split backwards delay only their own rank, which
+computes them between a backward and its next operation (Qi et al. 2024, arXiv 2401.10241). Messages
+overlapped with passes (`costs.overlap`) delay a rank's first forward, and the step's end.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 Executes its stage's program (`schedule.program`), one method per instruction: loads, computes
 (`StageRunner`) and moves (`Broker`) slots, then has gradients reduced (`Reduction`) and DeepSpeed's
-optimizer step (`StageEngine`). The gradient norm is computed once
-over all units: each rank counts its own partition or share. A stage without trained weights has no
-optimizer, but takes part in that reduction (deepspeed traps 7, 19, 33; docs/deepspeed.md).
+optimizer step (`StageEngine`). The gradient norm is computed once over all units: each rank counts
+its own partition or share. A stage without trained weights has no optimizer, but takes part in that
+reduction (deepspeed traps 7, 19, 33; docs/deepspeed.md).
 """
 
 from __future__ import annotations
