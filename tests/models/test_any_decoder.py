@@ -233,3 +233,8 @@ def test_all_weights_have_initial_values(name):
                 parameter.fill_(float("nan"))
         library_decoder(config).initialise(layer)
         assert all(parameter.isfinite().all() for parameter in layer.parameters())
+
+
+def test_the_factor_of_an_embedding_does_not_depend_on_its_padding():
+    config, _ = built("gemma3_text", pad_token_id=7)
+    assert library_decoder(config).embedding_scale == pytest.approx(config.hidden_size**0.5)

@@ -7,6 +7,7 @@ from pathlib import Path
 from disttrain_cli.spec.files import fingerprint, identity
 from disttrain_cli.spec.inputs import ModelInputs
 from disttrain_cli.spec.library_images import LibraryImages
+from disttrain_cli.spec.library_processor import digest_of
 from disttrain_cli.spec.profile import profile_of
 from disttrain_cli.spec.whole import write_whole
 from tests.planning.synthetic import run_file, tiny
@@ -24,6 +25,14 @@ def test_the_place_of_a_processor_is_no_part_of_what_it_computes() -> None:
     assert before.fingerprint() == after.fingerprint() and identity(before) == identity(after)
     assert ModelInputs.model_validate_json(after.model_dump_json()) == after
     assert before.fingerprint() != inputs_of(Path("/before/model"), "of others").fingerprint()
+
+
+def test_a_processors_identity_covers_its_videos_and_its_chat_template(tmp_path: Path) -> None:
+    digests = {digest_of(tmp_path)}
+    for name in ("video_preprocessor_config.json", "chat_template.jinja"):
+        (tmp_path / name).write_text("{}")
+        digests.add(digest_of(tmp_path))
+    assert len(digests) == 3
 
 
 def test_a_profile_names_the_model_of_its_run_file(tmp_path: Path) -> None:

@@ -236,6 +236,7 @@ class LibraryDecoder:
         # powers of two, so that a factor is exact
         table = 2.0 ** torch.arange(2.0 * width).remainder(3).view(2, width)
         embedding._parameters["weight"] = nn.Parameter(table)
+        embedding.padding_idx = None  # may be no row of this table
         rows = table
         for norm in embedding.children():
             rows = norm(rows)

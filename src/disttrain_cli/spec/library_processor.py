@@ -40,7 +40,8 @@ KINDS = "mm_token_type_ids"
 OF_TEXT = ("input_ids", "attention_mask", "token_type_ids", KINDS)
 FILES = (
     *("processor_config.json", "preprocessor_config.json", "tokenizer.json"),
-    *("tokenizer_config.json", "special_tokens_map.json"),
+    *("tokenizer_config.json", "special_tokens_map.json", "video_preprocessor_config.json"),
+    *("chat_template.jinja", "chat_template.json"),
 )
 MINUTE_MS = 60_000
 MERGE = "spatial_merge_size"
