@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
+from disttrain_cli.errors import MismatchError
 from disttrain_cli.spec.files import fingerprint, identity
 from disttrain_cli.spec.inputs import ModelInputs
 from disttrain_cli.spec.library_images import LibraryImages
@@ -36,9 +39,14 @@ def test_a_processors_identity_covers_its_videos_and_its_chat_template(tmp_path:
 
 
 def test_a_profile_names_the_model_of_its_run_file(tmp_path: Path) -> None:
+    """Only with the processor that it is of."""
     write_llava(tmp_path / "model")
-    run = run_of(tmp_path / "model")
-    profile = tiny(run_file()).model_copy(update={"inputs": inputs_of(Path("/before/model"))})
+    run, digest = run_of(tmp_path / "model"), digest_of(tmp_path / "model")
+    measured = inputs_of(Path("/before/model"), digest)
+    profile = tiny(run_file()).model_copy(update={"inputs": measured})
     write_whole(run.dir.profile, profile.model_dump_json())
-    assert profile_of(run).inputs == inputs_of(tmp_path / "model")
+    assert profile_of(run).inputs == inputs_of(tmp_path / "model", digest)
     assert fingerprint(profile_of(run)) == fingerprint(profile)
+    (tmp_path / "model" / "chat_template.jinja").write_text("{{ messages }}")
+    with pytest.raises(MismatchError, match="another processor"):
+        profile_of(run)

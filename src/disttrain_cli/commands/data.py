@@ -28,7 +28,7 @@ from disttrain_cli.commands.common import (
     next_command,
 )
 from disttrain_cli.console import Console
-from disttrain_cli.errors import SpecError, UsageError
+from disttrain_cli.errors import MismatchError, SpecError, UsageError
 
 if TYPE_CHECKING:
     from disttrain_cli.data.sources import Skipped
@@ -311,7 +311,7 @@ def _after(run: Run, data: str, inputs: ModelInputs | None = None) -> str:
 
     try:
         profile = profile_of(run)
-    except SpecError:  # there is none, or an unreadable one
+    except (SpecError, MismatchError):  # none, an unreadable one, or another processor's
         return "profile"
     made_for, have = profile.fingerprints, (run.file.model_fingerprint(), data)
     fits = (made_for.model, made_for.data) == have and inputs in (None, profile.inputs)

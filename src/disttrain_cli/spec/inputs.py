@@ -198,10 +198,7 @@ class ModelInputs(Strict):
         return fingerprint(self)
 
     def moved(self, folder: Path) -> ModelInputs:
-        """Return the inputs with processors of the published model in `folder`.
-
-        A head's `digest` tells whether they are the same processors.
-        """
+        """Return the inputs with processors of the published model in `folder`."""
         heads = [
             head.model_validate(head.model_dump() | {"folder": str(folder)})
             if isinstance(head, LibraryItems)

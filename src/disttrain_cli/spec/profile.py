@@ -8,9 +8,12 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from pydantic import Field, model_validator
 
 from disttrain_cli.calls import call
+from disttrain_cli.errors import MismatchError
 from disttrain_cli.spec.files import Strict, parse_json, validate
 from disttrain_cli.spec.heads import Item
 from disttrain_cli.spec.inputs import ModelInputs
+from disttrain_cli.spec.library_images import LibraryItems
+from disttrain_cli.spec.library_processor import digest_of
 from disttrain_cli.spec.runfile.cluster import ClusterSpec
 from disttrain_cli.spec.work import Work
 
@@ -746,16 +749,28 @@ class Profile(Strict):
 
 
 def profile_of(run: Run, path: Path | None = None) -> Profile:
-    """Read and check a run's profile, or the one at `path`; raise SpecError.
+    """Read and check a run's profile, or the one at `path`.
 
     The folder of a published model is the run file's, as both may have moved since.
+
+    Raises:
+        SpecError: there is no profile, or it cannot be read.
+        MismatchError: it is of a model with another processor.
     """
-    profile, folder = read_profile(path or run.dir.profile), run.file.model.folder
-    return (
-        profile
-        if folder is None
-        else profile.model_copy(update={"inputs": profile.inputs.moved(run.resolve(folder))})
-    )
+    source, folder = path or run.dir.profile, run.file.model.folder
+    profile = read_profile(source)
+    if folder is None:
+        return profile
+    inputs, own = profile.inputs.moved(run.resolve(folder)), digest_of(run.resolve(folder))
+    for head in inputs.heads:
+        if isinstance(head, LibraryItems) and own != head.digest:
+            raise MismatchError(
+                f"{source} is of a model with another processor",
+                f"files of the processor in {run.resolve(folder)} have another content"
+                f" ({own}, not {head.digest})",
+                f"Measure again: {call('profile')}",
+            )
+    return profile.model_copy(update={"inputs": inputs})
 
 
 def read_profile(path: Path) -> Profile:
