@@ -240,7 +240,6 @@ def test_experts_are_sharded_over_those_with_the_same_and_the_rest_over_all() ->
             for each in (whole, one)
         ]
         assert computed[1] > computed[0]  # rows are exchanged
-        assert one.peak_gib() != whole.peak_gib()
     best = sharded(profile, replace(cluster, memory_gib=1e3), draws)
     assert best is not None
     times = [replace(whole, ep=ep).step_s(draws, range(8)) for ep in (1, 2, 4, 8)]

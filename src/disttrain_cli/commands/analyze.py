@@ -92,7 +92,7 @@ def run(
         {"--sql": sql, "--perfetto": perfetto},
         {"--html": html, "--compare": compare, "--fail-if": fail_if},
     )
-    paths = [folder_of(path) for path in paths or ()]
+    paths = [_run_of(console, path) for path in paths or ()]
     if paths and are_dumps(paths):
         _no_traces({"--html": html, "--sql": sql, "--perfetto": perfetto, "--compare": compare})
         _no_traces({"--fail-if": fail_if})
@@ -136,6 +136,16 @@ def run(
         raise_if_holds(analysis, fail_if)
         console.note(sentence)
     console.hint(analysis.verdict.next_command)
+
+
+def _run_of(console: Console, path: Path) -> Path:
+    """Return the folder of traces for a path, with a note where a run file leads elsewhere."""
+    folder = folder_of(path)
+    if folder != path:
+        console.note(
+            f"{short_path(path)} has a run file: its run is analysed, of {short_path(folder)}."
+        )
+    return folder
 
 
 def _only_one(alone: dict[str, object], others: dict[str, object]) -> None:

@@ -138,7 +138,7 @@ def _dispatched(
     """Return the weighted sums [R, D] of the results of each row's K experts, on any rank.
 
     Every rank takes part in each exchange, also in the backward, with rows or without. The order of
-    all sums depends on the layout and the routing alone.
+    all sums depends on the layout and the routing alone, on a CPU with one thread (`index_put`).
 
     Args:
         experts: the library's forward, with local experts.

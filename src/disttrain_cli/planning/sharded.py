@@ -139,14 +139,15 @@ class Sharding:
         numbers, weight = np.array(self.stage.numbers, dtype=np.float64), WEIGHT_BYTES
         held, experts = self.held * weight[profile.precision]
         own, alike = np.array(self.stage.expert_numbers), self.ranks // self.ep
-        at_once = held - experts * (alike == 1)
+        complete = alike == 1  # no other rank has these experts: nothing of them travels
+        at_once = held - experts * complete
         gathered = at_once + np.append(0.0, at_once[:-1])
         if (tied := tied_in(profile, self.stage)) is not None:
             held[tied[1]] -= held[tied[0]]
         more = STATE_BYTES - weight[profile.precision]
         states = (held - experts + (numbers - own) * more).sum() / self.shards
         states += (experts + own * more).sum() / alike
-        scattered = np.append(numbers[1:] * GRADIENT_BYTES, 0.0)
+        scattered = np.append((numbers - own * complete)[1:] * GRADIENT_BYTES, 0.0)
         moving = (np.cumsum(kept) - kept + working + gathered + scattered).max()
         node = profile.cluster.gpus_per_node
         ranks, shards = (nccl.Spread.of(range(size), node) for size in (self.ranks, self.shards))

@@ -95,6 +95,9 @@ def main(payload: dict[str, Any]) -> None:
         fields = fields_of(layers, coords.unit)
 
         stops = StopRequests(stop_file(task.dir.logs) if rank0 else None)
+        tracks, samples = rank0 and run.file.train.track, None
+        if tracks and run.file.samples.during:  # before building: drawings may end meanwhile
+            samples = NewSamples(task.dir.images)
         if rank0:
             _remove_orders(task, job.index)
         now = wall_clock()
@@ -169,9 +172,9 @@ def main(payload: dict[str, Any]) -> None:
                 trackers_of(run, step_of(newest) if newest else None, task.say),
                 figures_of(plan),
                 Judged(verdicts_file(task.dir.logs)),
-                NewSamples(task.dir.images) if run.file.samples.during else None,
+                samples,
             )
-            if rank0 and run.file.train.track
+            if tracks
             else None
         )
         run_task(
