@@ -33,6 +33,7 @@ from benchmarks import (
     levelling,
     memory,
     ordering,
+    paper,
     peers,
     planner,
     published,
@@ -216,6 +217,13 @@ def test_frozen_costs_are_planned_and_their_waiting_is_counted():
     (row,) = waiting.measure(small=True)["Waiting"]
     assert row["no waiting, s"] == pytest.approx(row["no waiting over step"] * row["s per step"])
     assert 0.5 < row["no waiting over step"] < 1 <= row["over the best megatron"]
+
+
+@pytest.mark.benchmark
+def test_a_model_of_the_paper_is_faster_than_its_layouts_and_planners():
+    (row,) = only(paper.end_to_end(small=True))
+    others = row["over the best megatron"], row["over the paper's planner"]
+    assert float(row["gain per device given"]) > 1 and min(others) > 1
 
 
 @pytest.mark.slow
