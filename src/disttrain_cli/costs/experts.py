@@ -125,8 +125,8 @@ def exchanged_ms(
         return in_context
     rows = sent_rows(profile, name, shape)
     more = routing.slowest(cost.experts, ep=shape.ep, rows=rows) - 1.0
-    way = _way(profile, name, cost.experts, shape, 1.0)
-    latency_s = sum(link.all_gather_us * 1e-6 for link, _, _ in _hops(profile, shape, way))
+    routed = _routed_rows(profile, name, cost.experts, shape, 1.0)
+    latency_s = sum(link.all_gather_us * 1e-6 for link, _, _ in _hops(profile, shape, routed))
     once = by_rows(profile, name, 2.0 * latency_s, 0.0)
     counts_s = exchange_s(profile.links, 0.0, shape.ep, _per_node(profile, shape))
     counts = Polynomial(base=1e3 * counts_s)
@@ -158,6 +158,7 @@ def load_ms(
     """
     assert cost.experts is not None
     rows = sent_rows(profile, name, shape)
+    # at equal loads the slope is that of a small excess
     more = max(0.01, routing.slowest(cost.experts, ep=shape.ep, rows=rows) - 1.0)
     even, loaded = (
         _sent_ms(profile, name, cost.experts, shape, load) for load in (1.0, 1.0 + more)
@@ -173,7 +174,7 @@ def load_ms(
     return forward, combine((1.0, backward), (float(shape.recompute), forward))
 
 
-class Way(NamedTuple):
+class RoutedRows(NamedTuple):
     """Rows that a rank takes in on their way to experts, per row of its own."""
 
     forwarded: float  # over the network, to be sent on inside the node; 0 with one hop
@@ -181,18 +182,21 @@ class Way(NamedTuple):
     pairs: float  # of a row and a local expert
 
 
-def _way(profile: Profile, name: str, experts: Experts, shape: ParallelShape, load: float) -> Way:
+def _routed_rows(
+    profile: Profile, name: str, experts: Experts, shape: ParallelShape, load: float
+) -> RoutedRows:
     """Return the rows that pass a rank whose experts have this load, in its group's fullest node.
 
     Nodes are as full as expected, or equally full if the load is 1.
     """
     per_node = _per_node(profile, shape)
     nodes, node = shape.ep // per_node, 1.0
-    if nodes > 1 and load > 1.0:
+    between = 1 < nodes < shape.ep  # in two hops
+    if between and load > 1.0:
         rows = sent_rows(profile, name, shape) * per_node
         node = routing.slowest(experts, ep=nodes, rows=rows)
-    return Way(
-        nodes * routing.reached(experts, node / nodes) if 1 < nodes < shape.ep else 0.0,
+    return RoutedRows(
+        nodes * routing.reached(experts, node / nodes) if between else 0.0,
         shape.ep * routing.reached(experts, load / shape.ep),
         load * experts.chosen,
     )
@@ -205,13 +209,13 @@ def _sent_ms(
 
     Without latencies, at the load of the fullest rank's experts. By the work of a replica.
     """
-    way = _way(profile, name, experts, shape, load)
+    routed = _routed_rows(profile, name, experts, shape, load)
     byte_s = sum(
         ring_bytes("all_to_all", rows, ranks) / (link.all_gather_gbps * GIGABIT_BYTES)
-        for link, ranks, rows in _hops(profile, shape, way)
+        for link, ranks, rows in _hops(profile, shape, routed)
     )
     # copies, each read and written: rows packed and laid out by rank for each hop, and by expert
-    copied = 1.0 + 2.0 * way.forwarded + way.arrived + way.pairs
+    copied = 1.0 + 2.0 * routed.forwarded + routed.arrived + routed.pairs
     byte_s += 2.0 * copied * moved_s(profile.device, profile.precision, 1.0)
     forward, backward = (
         by_rows(profile, name, 0.0, size * byte_s / shape.tp_cp_size)
@@ -226,11 +230,13 @@ def _pass_bytes(profile: Profile, experts: Experts) -> tuple[float, float]:
     return both + ROUTE_BYTES * experts.chosen, both + WEIGHT_BYTES * experts.chosen
 
 
-def _hops(profile: Profile, shape: ParallelShape, way: Way) -> list[tuple[LinkTimes, int, float]]:
+def _hops(
+    profile: Profile, shape: ParallelShape, routed: RoutedRows
+) -> list[tuple[LinkTimes, int, float]]:
     """Return the links and ranks of each hop of a row, and the rows that a rank takes in."""
     per_node = _per_node(profile, shape)
-    between = profile.links.of(False), shape.ep // per_node, way.forwarded or way.arrived
-    hops = [between, (profile.links.of(True), per_node, way.arrived)]
+    between = profile.links.of(False), shape.ep // per_node, routed.forwarded or routed.arrived
+    hops = [between, (profile.links.of(True), per_node, routed.arrived)]
     return [hop for hop in hops if hop[1] > 1]
 
 
@@ -315,10 +321,10 @@ def exchanged_bytes(
         return []
     there, back = _pass_bytes(profile, cost.experts)
     passes = there * (1.0 + (shape.recompute and does != "still")) + back * (does != "still")
-    way = _way(profile, name, cost.experts, shape, 1.0)
+    routed = _routed_rows(profile, name, cost.experts, shape, 1.0)
     return [
         (link, passes * ring_bytes("all_to_all", rows, ranks))
-        for link, ranks, rows in _hops(profile, shape, way)
+        for link, ranks, rows in _hops(profile, shape, routed)
     ]
 
 
@@ -333,8 +339,8 @@ def kept_bytes(
     if shape.ep == 1 or cost.experts is None or does == "still":
         return 0.0
     load = kept_load(profile, name, cost, shape)
-    way = _way(profile, name, cost.experts, shape, load)
-    positions = POSITION_BYTES * (sum(way) + way.pairs)
+    routed = _routed_rows(profile, name, cost.experts, shape, load)
+    positions = POSITION_BYTES * (sum(routed) + routed.pairs)
     saved = (load - 1.0) * cost.experts.chosen * _saved_bytes(cost.experts, does)
     return (positions + saved) / shape.tp
 

@@ -7,7 +7,7 @@ Without an EP group all experts are on every rank. With one, each of its ranks h
 the experts, in full (GShard, Lepikhin et al. 2020, arXiv 2006.16668, without capacities). A row
 goes once to each rank with experts that it chose, with their indices and weights (dispatch); the
 rank weights and sums their results, and one row returns (combine). Between nodes a row goes once to
-each node, to the rank of the same place there, which forwards it inside the node and sums what
+each node, to the rank of the same local index, which forwards it inside the node and sums what
 returns (as DeepSeek-V3's training, DeepSeek-AI 2024, arXiv 2412.19437). An EP group may have ranks
 of several TP and CP groups and replicas (MoE parallel folding, Liu et al. 2025, arXiv 2504.14960):
 ranks of a TP group have different rows here anyway (`parallel`), so that no row is sent twice.
@@ -216,19 +216,19 @@ class Hop(NamedTuple):
 def hops(table: Counts, count: int, group: Group) -> list[Hop]:
     """Return the hops of a rank's rows with `count` experts per rank.
 
-    Between nodes rows go to the rank of the same place in the node, and from there to the ranks.
+    Between nodes rows go to the rank of the same local index, and from there to the ranks.
     """
     per_node = group.size // group.nodes
-    node, place = divmod(group.rank, per_node)
+    node, local_rank = divmod(group.rank, per_node)
     found = []
     if group.nodes > 1:
-        alike = range(place, group.size, per_node)
+        alike = range(local_rank, group.size, per_node)
         rows = table.rows_RN[group.rank], table.rows_RN[alike, node]
         found.append(_hop(group, alike, 0, count * per_node, *rows))
     if per_node > 1:
         local = range(node * per_node, (node + 1) * per_node)
         arrived = table.rows_RR.reshape(group.nodes, per_node, -1).sum(0)  # at each forwarder
-        rows = arrived[place, local], arrived[:, group.rank]
+        rows = arrived[local_rank, local], arrived[:, group.rank]
         found.append(_hop(group, local, local[0], count, *rows))
     return found
 

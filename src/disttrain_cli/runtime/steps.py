@@ -52,7 +52,7 @@ def run_task(
     If a stop is requested, the reason is left for the launcher (`rundir.stopped_file`).
 
     Args:
-        hooks: of this kind of job, beside those of every job; None for those that are not in use.
+        hooks: of this kind of job, added to those of every job; None for those that are not in use.
         average: of the weights, to be saved.
         idle_gib: memory of the process before it had a stage; None: memory is not recorded.
 

@@ -761,16 +761,15 @@ def profile_of(run: Run, path: Path | None = None) -> Profile:
     profile = read_profile(source)
     if folder is None:
         return profile
-    inputs, own = profile.inputs.moved(run.resolve(folder)), digest_of(run.resolve(folder))
-    for head in inputs.heads:
-        if isinstance(head, LibraryItems) and own != head.digest:
+    own = run.resolve(folder)
+    for head in profile.inputs.heads:
+        if isinstance(head, LibraryItems) and (digest := digest_of(own)) != head.digest:
             raise MismatchError(
                 f"{source} is of a model with another processor",
-                f"files of the processor in {run.resolve(folder)} have another content"
-                f" ({own}, not {head.digest})",
+                f"processor files in {own} have another content ({digest}, not {head.digest})",
                 f"Measure again: {call('profile')}",
             )
-    return profile.model_copy(update={"inputs": inputs})
+    return profile.model_copy(update={"inputs": profile.inputs.moved(own)})
 
 
 def read_profile(path: Path) -> Profile:
