@@ -29,8 +29,9 @@ from benchmarks.rules import Rule, by_rule
 from disttrain_cli.planning.infeasible import infeasible
 from disttrain_cli.planning.search import search
 from disttrain_cli.planning.units import Cluster, Unit, groupings
+from disttrain_cli.spec.layer_costs import Heads
 from disttrain_cli.spec.plan import Strategy
-from disttrain_cli.spec.profile import Heads, Profile
+from disttrain_cli.spec.profile import Profile
 from tests.planning import synthetic
 from tests.planning.test_search import brute_force
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
+from disttrain_cli.spec.layer_costs import HidingPass, LayerCost, LayerShard, Polynomial
 from disttrain_cli.spec.profile import (
     DataProfile,
     Distribution,
-    HidingPass,
-    LayerCost,
-    LayerShard,
     LinkProfile,
     LinkTimes,
-    Polynomial,
     Profile,
     SizeSample,
 )

@@ -18,13 +18,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from disttrain_cli.spec.inputs import ModelInputs
+from disttrain_cli.spec.layer_costs import Polynomial
 from disttrain_cli.spec.plan import Layout, Prediction, UnitPlan, UnitTime
 from disttrain_cli.spec.profile import (
     DeviceProfile,
     Fingerprints,
     ModuleProfile,
     ModuleTime,
-    Polynomial,
     PreprocessProfile,
     Profile,
 )

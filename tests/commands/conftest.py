@@ -10,12 +10,12 @@ from disttrain_cli.api.presets import preset_text
 from disttrain_cli.app import main
 from disttrain_cli.spec.heads import ImageInput, TargetInput
 from disttrain_cli.spec.inputs import ModelInputs
+from disttrain_cli.spec.layer_costs import Polynomial
 from disttrain_cli.spec.profile import (
     DeviceProfile,
     Fingerprints,
     ModuleProfile,
     ModuleTime,
-    Polynomial,
     PreprocessProfile,
     Profile,
 )

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from disttrain_cli.costs.activations import activation_terms, working_terms, worst_mix
 from disttrain_cli.costs.freezing import backwards
 from disttrain_cli.data.ordering.levelling import level
-from disttrain_cli.spec.profile import Polynomial, Profile
+from disttrain_cli.spec.layer_costs import Polynomial
+from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.work import Work
 from tests.planning import synthetic
 

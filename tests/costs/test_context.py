@@ -21,8 +21,9 @@ from disttrain_cli.costs.links import all_gather_s, all_to_all_s, exchange_s, re
 from disttrain_cli.costs.memory import layout_memory
 from disttrain_cli.costs.overlap import hidden
 from disttrain_cli.planning.traffic import traffic_of
+from disttrain_cli.spec.layer_costs import Heads, Polynomial
 from disttrain_cli.spec.plan import Layout
-from disttrain_cli.spec.profile import Heads, Polynomial, Profile
+from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.shape import ParallelShape
 from tests.costs.test_memory import layout
 from tests.planning import synthetic

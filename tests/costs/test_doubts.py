@@ -10,7 +10,8 @@ import pytest
 from disttrain_cli.costs.doubts import _all_doubts, costs_at, doubts_of
 from disttrain_cli.costs.hardware import analytic_device, catalogue, link_profile
 from disttrain_cli.costs.links import COLLECTIVES, GIGABIT_BYTES, all_to_all_s, ring_link
-from disttrain_cli.spec.profile import Polynomial, Profile, combine
+from disttrain_cli.spec.layer_costs import Polynomial, combine
+from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.work import Work
 from tests import profiles
 from tests.planning import synthetic

@@ -13,8 +13,9 @@ from disttrain_cli.costs.overlap import hidden
 from disttrain_cli.costs.routing import QUANTILE, balanced, drawn, slowest
 from disttrain_cli.costs.stage import unit_times
 from disttrain_cli.planning.traffic import traffic_of
+from disttrain_cli.spec.layer_costs import Experts, Polynomial
 from disttrain_cli.spec.plan import Layout
-from disttrain_cli.spec.profile import Experts, Polynomial, Profile
+from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.shape import ParallelShape
 from tests.costs.test_memory import layout
 from tests.planning import synthetic

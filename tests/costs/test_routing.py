@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from disttrain_cli.costs.routing import QUANTILE, drawn, fullest, reached, slowest
-from disttrain_cli.spec.profile import Experts, Routed
+from disttrain_cli.spec.layer_costs import Experts, Routed
 
 DRAWS = 200
 #: (experts, chosen, EP, rows of a rank)

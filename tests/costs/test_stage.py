@@ -13,7 +13,8 @@ from disttrain_cli.costs.stage import (
     unit_times,
 )
 from disttrain_cli.errors import SpecError
-from disttrain_cli.spec.profile import ModuleProfile, Polynomial
+from disttrain_cli.spec.layer_costs import Polynomial
+from disttrain_cli.spec.profile import ModuleProfile
 from disttrain_cli.spec.shape import ParallelShape
 from disttrain_cli.spec.work import Work
 from tests.planning import synthetic

@@ -12,8 +12,9 @@ from disttrain_cli.costs.overlap import hidden
 from disttrain_cli.planning.options import list_rows
 from disttrain_cli.planning.units import Cluster, Unit
 from disttrain_cli.simulation.step import pipeline_of
+from disttrain_cli.spec.layer_costs import Polynomial
 from disttrain_cli.spec.plan import Layout, UnitPlan
-from disttrain_cli.spec.profile import Polynomial, Profile
+from disttrain_cli.spec.profile import Profile
 from tests.planning import synthetic
 
 SHARED = 40_000  # parameters of the embedding, and of the head

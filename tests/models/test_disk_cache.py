@@ -10,7 +10,7 @@ from disttrain_cli.models.flops import LayerFlops, count_flops
 from disttrain_cli.profiling.analytic import _counted
 from disttrain_cli.profiling.footprints import running
 from disttrain_cli.profiling.tp_overlap import _events
-from disttrain_cli.spec.profile import Polynomial
+from disttrain_cli.spec.layer_costs import Polynomial
 
 
 def flops(model: str) -> dict[int, list[LayerFlops]]:

@@ -26,7 +26,7 @@ from disttrain_cli.models.experts import (
     shard_experts,
 )
 from disttrain_cli.models.library_decoder import library_decoder
-from disttrain_cli.spec.profile import Experts, Routed
+from disttrain_cli.spec.layer_costs import Experts, Routed
 from disttrain_cli.spec.shape import ParallelShape
 from tests.costs.test_experts import PROFILE
 

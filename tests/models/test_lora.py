@@ -23,7 +23,7 @@ from disttrain_cli.models.lora import adapters, merged
 from disttrain_cli.models.probe import probe_batch, state_at
 from disttrain_cli.models.published import published_class
 from disttrain_cli.models.weight_parts import split
-from disttrain_cli.spec.profile import Polynomial
+from disttrain_cli.spec.layer_costs import Polynomial
 from tests.models.any_decoder import fields_of
 from tests.models.test_towers import ASKED_TO_INTERPOLATE, GRIDS, tower
 

@@ -13,17 +13,14 @@ from disttrain_cli.data.ordering.orders import Policy
 from disttrain_cli.data.sizes import sampled_batch, sizes_of_sample
 from disttrain_cli.spec.heads import AudioInput, ImageInput, TargetInput
 from disttrain_cli.spec.inputs import ModelInputs
+from disttrain_cli.spec.layer_costs import Experts, Heads, LayerCost, Polynomial
 from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.profile import (
     DeviceProfile,
-    Experts,
     Fingerprints,
-    Heads,
-    LayerCost,
     LinkProfile,
     ModuleProfile,
     ModuleTime,
-    Polynomial,
     PreprocessProfile,
     Profile,
 )

@@ -11,8 +11,9 @@ from disttrain_cli.planning.changes import Changes, changes, differences, not_co
 from disttrain_cli.planning.explain import differences as in_words
 from disttrain_cli.planning.predict import simulated_s
 from disttrain_cli.planning.solve import cluster_of, solve
+from disttrain_cli.spec.layer_costs import Polynomial
 from disttrain_cli.spec.plan import Plan
-from disttrain_cli.spec.profile import Polynomial, Profile
+from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.runfile import RunFile
 from tests import profiles
 from tests.planning import synthetic

@@ -17,8 +17,8 @@ from disttrain_cli.planning.objective import (
 )
 from disttrain_cli.planning.options import layer_gib
 from disttrain_cli.planning.units import Cluster, Unit, groupings, replicating, units_of
+from disttrain_cli.spec.layer_costs import Polynomial
 from disttrain_cli.spec.plan import Layout, UnitPlan
-from disttrain_cli.spec.profile import Polynomial
 from disttrain_cli.spec.shape import ParallelShape
 from tests.planning import synthetic
 

@@ -25,8 +25,9 @@ from disttrain_cli.planning.ranges import (
 from disttrain_cli.planning.resize import resized
 from disttrain_cli.planning.solve import cluster_of, ranked_as, solve
 from disttrain_cli.planning.units import Cluster, units_of
+from disttrain_cli.spec.layer_costs import Polynomial, combine
 from disttrain_cli.spec.plan import Plan
-from disttrain_cli.spec.profile import Polynomial, Profile, combine
+from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.runfile import RunFile
 from tests.planning import synthetic
 

@@ -31,8 +31,9 @@ from disttrain_cli.planning.objective import combine, layout_time, planned_stage
 from disttrain_cli.planning.options import Options
 from disttrain_cli.planning.search import search
 from disttrain_cli.planning.units import Cluster, Unit, groupings, holder_of
+from disttrain_cli.spec.layer_costs import Heads, LayerCost
 from disttrain_cli.spec.plan import Layout, UnitPlan
-from disttrain_cli.spec.profile import Heads, LayerCost, ModuleProfile, Profile
+from disttrain_cli.spec.profile import ModuleProfile, Profile
 from disttrain_cli.spec.shape import CpCommType, ParallelShape
 from disttrain_cli.spec.stage_graph import stage_graph
 from disttrain_cli.spec.work import Work

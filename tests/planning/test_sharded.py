@@ -16,7 +16,8 @@ from disttrain_cli.costs.memory import GIB, WEIGHT_BYTES, layout_memory
 from disttrain_cli.planning.draws import Draws
 from disttrain_cli.planning.sharded import Pass, Sharding, sharded, streams_s
 from disttrain_cli.planning.units import Cluster
-from disttrain_cli.spec.profile import Polynomial, Profile
+from disttrain_cli.spec.layer_costs import Polynomial
+from disttrain_cli.spec.profile import Profile
 from tests.costs.test_experts import with_experts
 from tests.planning import synthetic
 

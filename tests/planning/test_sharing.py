@@ -20,8 +20,9 @@ from disttrain_cli.planning.sensitivity import sensitivity
 from disttrain_cli.planning.sharing import experts_sentence, sharing_sentence
 from disttrain_cli.planning.solve import solve_for
 from disttrain_cli.planning.units import Cluster, groupings
+from disttrain_cli.spec.layer_costs import Heads
 from disttrain_cli.spec.plan import Layout
-from disttrain_cli.spec.profile import Heads, Profile
+from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.progress import silent
 from disttrain_cli.spec.shape import ParallelShape
 from tests.planning import synthetic

@@ -18,8 +18,9 @@ from disttrain_cli.schedule.one_f_one_b import inputs
 from disttrain_cli.simulation.pipeline import simulate
 from disttrain_cli.simulation.step import pipeline_of
 from disttrain_cli.simulation.timeline import Timeline
+from disttrain_cli.spec.layer_costs import Polynomial
 from disttrain_cli.spec.plan import Layout, Prediction, UnitPlan, UnitTime
-from disttrain_cli.spec.profile import Polynomial, Profile, SizeSample
+from disttrain_cli.spec.profile import Profile, SizeSample
 from disttrain_cli.spec.runfile import Run
 from disttrain_cli.spec.trace import COMPUTE, SIZE_COLUMNS, TRACE_COLUMNS, Job, Rehearsed
 from tests.analysis.synthetic import table

@@ -19,7 +19,8 @@ from disttrain_cli.models.probe import probe_batch, probe_work, state_at
 from disttrain_cli.models.tensor_parallel import join
 from disttrain_cli.profiling.analytic import analytic_profile
 from disttrain_cli.profiling.measure import measure
-from disttrain_cli.spec.profile import Polynomial, Profile
+from disttrain_cli.spec.layer_costs import Polynomial
+from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.runfile import Run, RunFile
 from disttrain_cli.spec.work import Work
 from tests.cases import first_fast

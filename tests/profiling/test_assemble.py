@@ -17,7 +17,7 @@ from disttrain_cli.profiling.assemble import (
 )
 from disttrain_cli.profiling.fitting import fit
 from disttrain_cli.profiling.footprints import Messages
-from disttrain_cli.spec.profile import Polynomial, combine
+from disttrain_cli.spec.layer_costs import Polynomial, combine
 from disttrain_cli.spec.work import Work
 from tests.profiles import links
 from tests.profiling.test_analytic import MODULES, make_run

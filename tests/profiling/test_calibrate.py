@@ -10,8 +10,8 @@ import pytest
 from disttrain_cli.costs.layout import reduce_s, stages_of, transfers_s
 from disttrain_cli.errors import DataError, MismatchError
 from disttrain_cli.profiling.calibrate import calibrate
+from disttrain_cli.spec.layer_costs import Heads, combine
 from disttrain_cli.spec.plan import Layout, UnitPlan
-from disttrain_cli.spec.profile import Heads, combine
 from disttrain_cli.spec.runfile import Run
 from tests import profiles
 from tests.planning.synthetic import run_file, tiny

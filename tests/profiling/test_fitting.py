@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from disttrain_cli.profiling.fitting import fit, held_out_error_pct, predict
-from disttrain_cli.spec.profile import Polynomial
+from disttrain_cli.spec.layer_costs import Polynomial
 from disttrain_cli.spec.work import Work
 
 

@@ -16,8 +16,8 @@ from disttrain_cli.models.experts import mixtures
 from disttrain_cli.models.graph import describe
 from disttrain_cli.models.weights import module_layers
 from disttrain_cli.profiling.routing import SEQUENCES, by_sequence, dispersion, with_routing
+from disttrain_cli.spec.layer_costs import Experts
 from disttrain_cli.spec.library_processor import OF_TEXT
-from disttrain_cli.spec.profile import Experts
 from disttrain_cli.spec.progress import silent
 from tests.data.test_parts import SIZES, told, write_json
 from tests.library_models import FAMILIES, write

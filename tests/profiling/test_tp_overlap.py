@@ -20,7 +20,8 @@ from disttrain_cli.profiling.assemble import Hidden
 from disttrain_cli.profiling.footprints import probes_of
 from disttrain_cli.profiling.measure import overlap_savings_on
 from disttrain_cli.profiling.tp_overlap import duration_ms, on_device, overlap_savings, times_ms
-from disttrain_cli.spec.profile import DeviceProfile, HidingPass
+from disttrain_cli.spec.layer_costs import HidingPass
+from disttrain_cli.spec.profile import DeviceProfile
 from disttrain_cli.spec.runfile import Run
 from disttrain_cli.spec.work import Work
 from tests.profiling.test_analytic import make_run

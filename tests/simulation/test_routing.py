@@ -9,8 +9,9 @@ from disttrain_cli.api.presets import preset_text
 from disttrain_cli.costs.layout import CostedStage, stages_of
 from disttrain_cli.simulation.routing import added_s, routed_rows, with_routing
 from disttrain_cli.simulation.step import pipeline_of
+from disttrain_cli.spec.layer_costs import Experts
 from disttrain_cli.spec.plan import Layout, UnitPlan
-from disttrain_cli.spec.profile import Experts, Profile
+from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.runfile import read_run
 from tests.commands.conftest import make_profile
 

@@ -18,8 +18,9 @@ from disttrain_cli.costs.context import held_bytes, kept_bytes, rows
 from disttrain_cli.costs.freezing import Backward, backwards
 from disttrain_cli.costs.memoised import memoised
 from disttrain_cli.costs.stage import slope
+from disttrain_cli.spec.layer_costs import LayerCost, Polynomial
 from disttrain_cli.spec.plan import Layout, UnitPlan
-from disttrain_cli.spec.profile import LayerCost, Polynomial, Profile
+from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.shape import ParallelShape
 from disttrain_cli.spec.work import Work
 

@@ -29,14 +29,8 @@ from disttrain_cli.costs.links import (
     ring_bytes,
     ring_link,
 )
-from disttrain_cli.spec.profile import (
-    Heads,
-    LayerCost,
-    LinkTimes,
-    Polynomial,
-    Profile,
-    combine,
-)
+from disttrain_cli.spec.layer_costs import Heads, LayerCost, Polynomial, combine
+from disttrain_cli.spec.profile import LinkTimes, Profile
 from disttrain_cli.spec.shape import ParallelShape
 from disttrain_cli.spec.work import Work
 

@@ -21,17 +21,9 @@ from disttrain_cli.costs.links import GIGABIT_BYTES
 from disttrain_cli.costs.memoised import memoised
 from disttrain_cli.errors import SpecError
 from disttrain_cli.spec.files import Strict
+from disttrain_cli.spec.layer_costs import LayerShard, Pass, Polynomial, combine
 from disttrain_cli.spec.plan import Basis
-from disttrain_cli.spec.profile import (
-    LayerShard,
-    LinkProfile,
-    LinkTimes,
-    ModuleTime,
-    Pass,
-    Polynomial,
-    Profile,
-    combine,
-)
+from disttrain_cli.spec.profile import LinkProfile, LinkTimes, ModuleTime, Profile
 
 #: optimistic: less the errors of a measured profile's own fits; else the profile's costs.
 Level = Literal["optimistic", "expected", "pessimistic"]

@@ -26,15 +26,8 @@ from disttrain_cli.costs.context import NOTHING, VALUE_BYTES, by_rows
 from disttrain_cli.costs.freezing import Backward
 from disttrain_cli.costs.hardware import moved_s
 from disttrain_cli.costs.links import GIGABIT_BYTES, exchange_s, ring_bytes
-from disttrain_cli.spec.profile import (
-    Experts,
-    LayerCost,
-    LayerShard,
-    LinkTimes,
-    Polynomial,
-    Profile,
-    combine,
-)
+from disttrain_cli.spec.layer_costs import Experts, LayerCost, LayerShard, Polynomial, combine
+from disttrain_cli.spec.profile import LinkTimes, Profile
 from disttrain_cli.spec.shape import ParallelShape
 
 #: Bytes of an expert's weight that travels with a row, and with its index.

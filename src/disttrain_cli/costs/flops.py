@@ -13,7 +13,8 @@ from disttrain_cli.calls import call
 from disttrain_cli.costs.freezing import Backward, backwards
 from disttrain_cli.costs.stage import NO_WORK
 from disttrain_cli.errors import SpecError
-from disttrain_cli.spec.profile import DeviceProfile, LayerCost, Polynomial, Profile
+from disttrain_cli.spec.layer_costs import LayerCost, Polynomial
+from disttrain_cli.spec.profile import DeviceProfile, Profile
 from disttrain_cli.spec.work import Work
 
 

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from typing import Literal
 
 from disttrain_cli.costs.memoised import memoised
-from disttrain_cli.spec.profile import LayerCost, Profile
+from disttrain_cli.spec.layer_costs import LayerCost
+from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.runfile.model import PROJECTORS
 
 Backward = Literal["trained", "passes", "still"]

@@ -21,8 +21,9 @@ from disttrain_cli.costs.memoised import memoised
 from disttrain_cli.costs.memory import WEIGHT_BYTES, tied_in
 from disttrain_cli.costs.replicated import dealt_ms
 from disttrain_cli.costs.stage import backward_parts, forward_parts, shard_of
+from disttrain_cli.spec.layer_costs import Polynomial
 from disttrain_cli.spec.plan import Layout, UnitPlan
-from disttrain_cli.spec.profile import LinkTimes, Polynomial, Profile
+from disttrain_cli.spec.profile import LinkTimes, Profile
 from disttrain_cli.spec.shape import ParallelShape
 from disttrain_cli.spec.stage_graph import Stage, cuts_of, stage_graph
 

@@ -39,8 +39,9 @@ from disttrain_cli.costs.layout import (
 from disttrain_cli.costs.memoised import memoised
 from disttrain_cli.costs.stage import backward_parts, forward_parts, shard_of
 from disttrain_cli.schedule.one_f_one_b import last_slots
+from disttrain_cli.spec.layer_costs import Polynomial
 from disttrain_cli.spec.plan import Layout
-from disttrain_cli.spec.profile import Polynomial, Profile
+from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.shape import ParallelShape
 from disttrain_cli.spec.trace import BACKWARD, FORWARD, WEIGHTS
 from disttrain_cli.spec.work import Work

@@ -9,8 +9,9 @@ from __future__ import annotations
 from itertools import accumulate
 
 from disttrain_cli.costs.links import all_reduce_s, all_to_all_s, ring_bytes
+from disttrain_cli.spec.layer_costs import Polynomial
 from disttrain_cli.spec.plan import UnitPlan
-from disttrain_cli.spec.profile import Polynomial, Profile
+from disttrain_cli.spec.profile import Profile
 
 
 def dealt_ms(profile: Profile, name: str, back: bool, *, tp: int) -> tuple[Polynomial, Polynomial]:

@@ -1,7 +1,7 @@
 """Distribution of rows over the experts of a mixture, and what an EP group's ranks get of it.
 
 Two distributions. With a model's weights, `profile` measures which experts the data's rows choose,
-by layer and modality (`spec.profile.Routed`). Without them it is a stated one: the shares of a
+by layer and modality (`spec.layer_costs.Routed`). Without them it is a stated one: the shares of a
 layer's experts are log-normal with `SPREAD`, of its own in every layer, and rows choose by these
 shares. Log-normal counts fit recorded loads of DeepSeek-V3 best (DeepEP, pull request 393).
 Published measurements differ by data: Gini coefficients of 0.11 to 0.29 on plain text and up to
@@ -29,7 +29,8 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import NDArray
 
-from disttrain_cli.spec.profile import Experts, LayerCost, Profile, Routed
+from disttrain_cli.spec.layer_costs import Experts, LayerCost, Routed
+from disttrain_cli.spec.profile import Profile
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

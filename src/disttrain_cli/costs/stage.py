@@ -18,14 +18,8 @@ from disttrain_cli.costs.experts import exchanged_ms, local_shard
 from disttrain_cli.costs.freezing import Backward, backwards
 from disttrain_cli.costs.memoised import memoised
 from disttrain_cli.errors import SpecError
-from disttrain_cli.spec.profile import (
-    HidingPass,
-    LayerShard,
-    ModuleProfile,
-    Polynomial,
-    Profile,
-    combine,
-)
+from disttrain_cli.spec.layer_costs import HidingPass, LayerShard, Polynomial, combine
+from disttrain_cli.spec.profile import ModuleProfile, Profile
 from disttrain_cli.spec.shape import ParallelShape
 from disttrain_cli.spec.work import Work
 

@@ -25,8 +25,8 @@ from disttrain_cli.models.probe import probe_batch, probe_work, state_at
 from disttrain_cli.models.signatures import SignatureMode
 from disttrain_cli.models.weight_parts import WeightPart, add_weight_gradients, deferred, split
 from disttrain_cli.spec.heads import Head
+from disttrain_cli.spec.layer_costs import Polynomial
 from disttrain_cli.spec.library_images import LibraryItems
-from disttrain_cli.spec.profile import Polynomial
 from disttrain_cli.spec.runfile import Run
 from disttrain_cli.spec.work import Work
 

@@ -54,8 +54,9 @@ from disttrain_cli.planning.bounds import divisors
 from disttrain_cli.planning.draws import Draws
 from disttrain_cli.planning.predict import batches
 from disttrain_cli.planning.units import Cluster, Unit
+from disttrain_cli.spec.layer_costs import Polynomial, combine
 from disttrain_cli.spec.plan import Baseline, Layout, UnitPlan
-from disttrain_cli.spec.profile import Polynomial, Profile, combine
+from disttrain_cli.spec.profile import Profile
 
 Floats = NDArray[np.float64]
 #: Bytes of a trained parameter over all ranks of a shard group: fp32 weight, gradient, two moments.

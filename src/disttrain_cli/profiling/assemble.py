@@ -17,19 +17,17 @@ from disttrain_cli.profiling.fitting import Floats, fit, held_out_error_pct
 from disttrain_cli.profiling.footprints import Messages, Running
 from disttrain_cli.profiling.rows import batch_bytes, cut_bytes, gathered_bytes, input_bytes
 from disttrain_cli.spec.inputs import ModelInputs
-from disttrain_cli.spec.profile import (
+from disttrain_cli.spec.layer_costs import (
     Experts,
     Heads,
     HidingPass,
     LayerCost,
     LayerShard,
-    LinkTimes,
-    ModuleProfile,
-    ModuleTime,
     Pass,
     Polynomial,
     combine,
 )
+from disttrain_cli.spec.profile import LinkTimes, ModuleProfile, ModuleTime
 from disttrain_cli.spec.runfile.model import PROJECTORS, Kind
 from disttrain_cli.spec.work import Work
 

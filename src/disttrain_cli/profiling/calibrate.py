@@ -22,7 +22,8 @@ from disttrain_cli.profiling.layer_factors import Corrected, correct_layers
 from disttrain_cli.profiling.link_factors import Measure, correct_links, correct_optimizer
 from disttrain_cli.profiling.recorded_data import recorded_data, with_data
 from disttrain_cli.spec.files import Strict
-from disttrain_cli.spec.profile import Polynomial, Profile
+from disttrain_cli.spec.layer_costs import Polynomial
+from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.runfile import Run
 from disttrain_cli.spec.trace import Job
 from disttrain_cli.spec.work import Work

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from disttrain_cli.spec.profile import Polynomial
+from disttrain_cli.spec.layer_costs import Polynomial
 from disttrain_cli.spec.work import Work
 
 Floats = NDArray[np.float64]

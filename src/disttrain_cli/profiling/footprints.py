@@ -26,7 +26,7 @@ from disttrain_cli.models.weight_parts import split
 from disttrain_cli.profiling.fitting import Floats, fit
 from disttrain_cli.profiling.trial import first_of_kinds
 from disttrain_cli.spec.inputs import ModelInputs
-from disttrain_cli.spec.profile import Polynomial
+from disttrain_cli.spec.layer_costs import Polynomial
 from disttrain_cli.spec.runfile import Run
 from disttrain_cli.spec.work import Work
 

@@ -18,7 +18,8 @@ from disttrain_cli.analysis.job.costing import shares_cores
 from disttrain_cli.analysis.job.database import Database
 from disttrain_cli.costs.layout import stages_of
 from disttrain_cli.profiling.factors import Floats, error_pct, fit_factors
-from disttrain_cli.spec.profile import LayerShard, Polynomial, Profile, combine
+from disttrain_cli.spec.layer_costs import LayerShard, Polynomial, combine
+from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.trace import COMPUTE, Job
 
 #: Rows of one module and direction that are read, spread over steps, ranks and slots.

@@ -24,8 +24,9 @@ from disttrain_cli.models.published import weight_files
 from disttrain_cli.models.weights import load_into, source_of
 from disttrain_cli.runtime.feeding import fields_of, to_batch
 from disttrain_cli.spec.inputs import ModelInputs
+from disttrain_cli.spec.layer_costs import ROUTED, LayerCost, Routed
 from disttrain_cli.spec.plan import Layout, UnitPlan
-from disttrain_cli.spec.profile import ROUTED, LayerCost, ModuleProfile, Routed
+from disttrain_cli.spec.profile import ModuleProfile
 from disttrain_cli.spec.progress import Progress
 from disttrain_cli.spec.runfile import Run
 
@@ -188,5 +189,5 @@ def dispersion(layers: list[Ints]) -> float:
 
 
 def _parts(counts: Ints) -> str:
-    """Return each expert's share of rows as `spec.profile.Routed` stores it."""
+    """Return each expert's share of rows as `spec.layer_costs.Routed` stores it."""
     return " ".join(str(round(ROUTED * count / counts.sum())) for count in counts.tolist())

@@ -12,7 +12,7 @@ from disttrain_cli.models.graph import LayerInfo, live_tensors, parallel_layers
 from disttrain_cli.models.layer import TensorSpec
 from disttrain_cli.spec.heads import number_of
 from disttrain_cli.spec.inputs import ModelInputs
-from disttrain_cli.spec.profile import Polynomial, combine
+from disttrain_cli.spec.layer_costs import Polynomial, combine
 from disttrain_cli.spec.work import Work
 
 

@@ -25,7 +25,8 @@ from disttrain_cli.models.weight_parts import split
 from disttrain_cli.profiling.assemble import Hidden
 from disttrain_cli.profiling.fitting import features
 from disttrain_cli.profiling.footprints import Probes, probes_of
-from disttrain_cli.spec.profile import HidingPass, LinkTimes, Polynomial
+from disttrain_cli.spec.layer_costs import HidingPass, Polynomial
+from disttrain_cli.spec.profile import LinkTimes
 from disttrain_cli.spec.runfile import Run
 from disttrain_cli.spec.work import Work
 

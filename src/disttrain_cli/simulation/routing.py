@@ -17,7 +17,8 @@ from disttrain_cli.costs.freezing import Backward
 from disttrain_cli.costs.layout import CostedStage, replica_ms
 from disttrain_cli.costs.routing import drawn, slowest
 from disttrain_cli.simulation.timeline import Pipeline
-from disttrain_cli.spec.profile import LayerCost, Profile
+from disttrain_cli.spec.layer_costs import LayerCost
+from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.trace import BACKWARD, FORWARD
 
 Floats = NDArray[np.float64]

@@ -15,7 +15,7 @@ from disttrain_cli.analysis.job.experts import expert_rows, named, rank_loads
 from disttrain_cli.analysis.result.rows import ExpertRow
 from disttrain_cli.analysis.result.verdicts import Place
 from disttrain_cli.analysis.watching.looking import look_once
-from disttrain_cli.spec.profile import Experts
+from disttrain_cli.spec.layer_costs import Experts
 from disttrain_cli.spec.stage_graph import stage_graph
 from disttrain_cli.spec.trace import EXPERT_COLUMNS
 from tests.analysis.synthetic import Synthetic, table, write

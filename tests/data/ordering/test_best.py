@@ -32,8 +32,9 @@ from disttrain_cli.simulation.makespan import orders_s
 from disttrain_cli.simulation.pipeline import simulate
 from disttrain_cli.simulation.timeline import Pipeline
 from disttrain_cli.spec.inputs import ModelInputs
+from disttrain_cli.spec.layer_costs import Polynomial
 from disttrain_cli.spec.plan import Layout, UnitPlan
-from disttrain_cli.spec.profile import Polynomial, Profile
+from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.work import Work
 from tests import profiles
 from tests.cases import first_fast

@@ -15,8 +15,9 @@ from disttrain_cli.models.graph import build_layers, describe, layer_table
 from disttrain_cli.models.probe import probe_batch, probe_work, state_at
 from disttrain_cli.models.tensor_parallel import join
 from disttrain_cli.profiling.analytic import analytic_profile
+from disttrain_cli.spec.layer_costs import Polynomial
 from disttrain_cli.spec.plan import Layout, UnitPlan
-from disttrain_cli.spec.profile import Polynomial, Profile
+from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.runfile import Run, RunFile
 from tests.runtime.dryrun.on_fake_cuda import on_fake_cuda
 

@@ -20,8 +20,9 @@ from disttrain_cli.planning.traffic import _context_parallel, _over_replicas, _t
 from disttrain_cli.profiling.analytic import analytic_profile
 from disttrain_cli.runtime.dryrun.stages import StageSeen, slots_seen
 from disttrain_cli.runtime.dryrun.worst import worst_slot
+from disttrain_cli.spec.layer_costs import combine
 from disttrain_cli.spec.plan import Layout, Plan, UnitPlan
-from disttrain_cli.spec.profile import Profile, combine
+from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.runfile import read_run
 from disttrain_cli.spec.stage_graph import stage_graph
 from tests.runtime.dryrun.on_fake_cuda import on_fake_cuda

@@ -19,7 +19,7 @@ from disttrain_cli.costs.routing import reached
 from disttrain_cli.models import experts
 from disttrain_cli.models.group import Group
 from disttrain_cli.models.layer import PipelineLayer
-from disttrain_cli.spec.profile import Experts
+from disttrain_cli.spec.layer_costs import Experts
 
 
 @contextmanager

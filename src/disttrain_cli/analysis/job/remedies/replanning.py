@@ -23,8 +23,9 @@ from disttrain_cli.analysis.graph import Graph
 from disttrain_cli.analysis.job.remedies.replicas import Record, memory_gib
 from disttrain_cli.analysis.losses import Explained
 from disttrain_cli.errors import InfeasibleError
+from disttrain_cli.spec.layer_costs import LayerShard, combine
 from disttrain_cli.spec.plan import Layout
-from disttrain_cli.spec.profile import LayerShard, Profile, combine
+from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.trace import BACKWARD, FORWARD, WEIGHTS, Job
 
 if TYPE_CHECKING:
