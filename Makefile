@@ -1,7 +1,8 @@
 # make run      the whole chain on a small real dataset: profile, plan, train, analyze
 # make test     the test suite (under 10 minutes on 2 cores)
 # make test-oldest  what touches torch, against the oldest version of it that serves, in an environment of its own
-# make test-slow  the full matrices, the chain as a user runs it, and the fault tests (SHARE=2/4: their second quarter)
+# make test-slow  the full matrices, the chain as a user runs it, and the fault tests (SHARE=2/4: their second quarter;
+#                MINUTES=30: what has not started by then is skipped and counted)
 # make test-all everything: also long runs of the benchmarks, and what needs cores of its own
 # make bench    the quick benchmarks (about 5 minutes; see benchmarks/README.md)
 # make check    ruff, mypy, import rules, docs completeness
@@ -15,6 +16,7 @@ OLDEST := .venv-oldest
 OLDEST_TORCH := 2.11.0
 PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 SHARE := 1/1
+MINUTES := 600
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: run test test-slow test-oldest test-all bench check docs clean
@@ -27,7 +29,7 @@ test: $(VENV)/.dev
 	$(PYTEST) -m "not slow and not benchmark"
 
 test-slow: $(VENV)/.dev
-	$(PYTEST) -m "slow and not benchmark" --share $(SHARE)
+	$(PYTEST) -m "slow and not benchmark" --share $(SHARE) --minutes $(MINUTES) -rs
 
 test-oldest: $(OLDEST)/.dev
 	$(OLDEST)/bin/python -m pytest -q -m "not slow and not benchmark" -n 2 --dist loadfile tests/models tests/runtime tests/profiling

@@ -7,6 +7,7 @@ tests start, also where the tests themselves run in the background, in which it 
 
 import os
 import signal
+import time
 from collections.abc import Generator, Iterator
 
 import pytest
@@ -20,7 +21,7 @@ os.environ.pop("COLUMNS", None)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ["HF_HUB_OFFLINE"] = "1"  # read where huggingface_hub is imported: tests fetch nothing
 
-
+STARTED_S = time.monotonic()
 #: They take minutes, and begin first: a long file among the last would leave the other core idle.
 LONGEST = {
     "test_benchmarks.py",
@@ -42,6 +43,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--share", help="run share K of N of the files (K/N), as `make test-slow SHARE=2/4`"
     )
+    parser.addoption(
+        "--minutes", type=float, help="start no test after these minutes; skip those that are left"
+    )
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    minutes = item.config.getoption("--minutes")
+    if minutes is not None and time.monotonic() - STARTED_S > 60.0 * minutes:
+        pytest.skip(f"not started within {minutes:g} minutes")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
