@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -115,10 +115,17 @@ class Conversions:
                 results[target] = conversion
         return results
 
-    def to_files(self, names: Iterable[str]) -> list[Conversion]:
+    def to_files(
+        self, names: Iterable[str], read: Mapping[str, Conversion] | None = None
+    ) -> list[Conversion]:
         """Return the conversions from tensors of the class to those that `save_pretrained` writes.
 
         Names that the class lacks stay as they are; a few of some classes are never written.
+
+        Args:
+            read: conversions of the files that the tensors came from (`to_class`). A tensor that
+                they only rename gets its name there again: other programs read published names,
+                and the library's change with its releases.
         """
         from transformers.core_model_loading import (
             WeightConverter,
@@ -141,7 +148,12 @@ class Conversions:
                 key = key if pattern else rename(name)
             groups.setdefault(key, []).append((pattern, name))
         rule_of = _by_pattern(converters)
-        return [self._conversion(key, group, rule_of, rename) for key, group in groups.items()]
+        found = [self._conversion(key, group, rule_of, rename) for key, group in groups.items()]
+        before = {name: one.sources[0] for name, one in (read or {}).items() if one.rule is None}
+        return [
+            one if one.rule else replace(one, name=before.get(one.sources[0], one.name))
+            for one in found
+        ]
 
     @cached_property
     def head(self) -> tuple[str, str] | None:

@@ -1,6 +1,7 @@
 """Export of weights, layer by layer, to folders that `from_pretrained` loads.
 
-Names and forms are those that the library's `save_pretrained` of the class writes (`conversion`).
+Names and forms are those that the library's `save_pretrained` of the class writes (`conversion`);
+a model that came as one folder keeps the names of its files.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ def write_whole(
                     owners.append(_Copied(same, partial(change, stored)))
             elif name not in covered:
                 owners.append(_Copied(Stored(weights, conversion, name), partial(change, name)))
-        total = _write_weights(folder, "model", owners, conversions, dtype, most_bytes)
+        total = _write_weights(folder, "model", owners, conversions, dtype, most_bytes, there)
     fields = published.with_sections(changed)
     fields.pop("torch_dtype", None)
     fields |= {
@@ -198,10 +199,14 @@ class _Part:
         }
 
 
-def _parts(owners: Sequence[_Layer | _Copied], conversions: Conversions) -> list[_Part]:
+def _parts(
+    owners: Sequence[_Layer | _Copied],
+    conversions: Conversions,
+    there: Mapping[str, Conversion] | None,
+) -> list[_Part]:
     """Return the owners' tensors as parts; owners that share a conversion are one part."""
     owner_of = {name: index for index, owner in enumerate(owners) for name in owner.shapes}
-    number_of, found = list(range(len(owners))), conversions.to_files(owner_of)
+    number_of, found = list(range(len(owners))), conversions.to_files(owner_of, there)
     for conversion in found:
         shared = {number_of[owner_of[name]] for name in conversion.sources}
         if len(shared) > 1:
@@ -225,9 +230,14 @@ def _write_weights(
     conversions: Conversions,
     dtype: torch.dtype,
     most_bytes: int,
+    there: Mapping[str, Conversion] | None = None,
 ) -> int:
-    """Write safetensors files, with an index if several; return the number of elements."""
-    files = list(_files(_parts(owners, conversions), dtype.itemsize, most_bytes))
+    """Write safetensors files, with an index if several; return the number of elements.
+
+    Args:
+        there: conversions of the folder that the model came from, whose names are kept.
+    """
+    files = list(_files(_parts(owners, conversions, there), dtype.itemsize, most_bytes))
     file_of: dict[str, str] = {}
     total = size = 0
     for number, in_file in enumerate(files, 1):
