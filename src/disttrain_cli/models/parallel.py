@@ -72,7 +72,8 @@ def copy(whole: Tensor, group: Group | None) -> Tensor:
 
 def split(whole: Tensor, group: Group | None) -> Tensor:
     """Return the local rows of a replicated tensor; only their gradient flows back."""
-    return whole if group is None else whole[group.local_rows(len(whole))]
+    # a copy, as a view that a later layer saves would keep all rows
+    return whole if group is None else whole[group.local_rows(len(whole))].clone()
 
 
 def share(whole: Tensor, group: Group | None) -> Tensor:

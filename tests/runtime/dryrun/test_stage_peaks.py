@@ -126,6 +126,8 @@ CASES: list[Case] = [
     ("llm", 1, 3, 4, 3, True, "waits"),
     ("llm", 0, 2, 1, 3, False, "waits"),
     ("eye", 0, 5, 1, 3, False, "waits"),
+    ("eye", 0, 3, 4, 3, False, "waits"),
+    ("eye", 0, 3, 4, 3, True, "waits"),
     ("eye", 1, 4, 4, 3, False, "waits"),
     ("eye", 1, 4, 4, 3, True, "waits"),
     ("brush", 0, 13, 1, 1, False, "waits"),
