@@ -22,7 +22,9 @@ from disttrain_cli.runtime.checkpoints.folder import (
     DESCRIPTION,
     TENSORS,
     VERSION,
+    latest,
     model_of,
+    remove,
     sealed,
 )
 from disttrain_cli.runtime.checkpoints.origin import starts
@@ -340,12 +342,19 @@ def test_averages_bf16_files_beside_and_an_older_checkpoint(tmp_path):
 
 
 @pytest.mark.slow
-def test_an_export_starts_another_run(tmp_path):
+def test_an_export_starts_another_run_and_a_training_that_goes_on_removes_nothing_of_it(tmp_path):
     from disttrain_cli.models.weights import load_into
 
     run = written_run(tmp_path)
-    layers = trained(run)
-    export(run, tmp_path / "out")
+    layers, checkpoint = trained(run), latest(run.dir.checkpoints)
+
+    def prune(doing, done, total):
+        if doing.startswith("writing"):
+            remove(checkpoint)
+
+    export(run, tmp_path / "out", progress=prune)
+    remove(checkpoint)
+    assert not checkpoint.exists()
     (tmp_path / "out" / "llm" / "tokenizer.json").write_text("{}")
     content = yaml.safe_load(run.path.read_text())
     for name, spec in content["model"]["modules"].items():

@@ -12,8 +12,9 @@ step.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,7 @@ from disttrain_cli.runtime.checkpoints.folder import (
     TENSORS,
     check_belongs,
     describe,
+    held,
     how_to_go_on,
     latest,
     remove,
@@ -277,9 +279,10 @@ def load_weights(folder: Path, pieces: dict[str, Pieces]) -> None:
     Raises:
         SpecError: the checkpoint is damaged, or lacks a tensor.
     """
-    _verify(folder, describe(folder)["files"])
-    with torch.no_grad():
-        _fill(folder, read_metadata(folder), pieces)
+    with held(folder):
+        _verify(folder, describe(folder)["files"])
+        with torch.no_grad():
+            _fill(folder, read_metadata(folder), pieces)
     dist.barrier()
 
 
@@ -295,20 +298,28 @@ def read_tensors(
     Raises:
         SpecError: a layer is not in the checkpoint, or a file is damaged.
     """
-    return Opened(folder, layers).read(layers, groups)
+    with opened(folder, layers) as checkpoint:
+        return checkpoint.read(layers, groups)
 
 
-class Opened:
-    """Checkpoint whose files were verified once, to be read layer by layer in one process.
+@contextmanager
+def opened(folder: Path, layers: Collection[str] | None = None) -> Iterator[Opened]:
+    """Provide a checkpoint to read, which a training that goes on does not remove meanwhile.
 
     Args:
         layers: names of the layers that will be read, whose files are verified; None = all.
 
     Raises:
-        SpecError: a file is damaged.
+        SpecError: it has been removed, or a file is damaged.
     """
+    with held(folder):
+        yield Opened(folder, layers)
 
-    def __init__(self, folder: Path, layers: Collection[str] | None = None) -> None:
+
+class Opened:
+    """Checkpoint whose files were verified once, to be read layer by layer (`opened`)."""
+
+    def __init__(self, folder: Path, layers: Collection[str] | None) -> None:
         files = describe(folder)["files"]
         _refuse(folder, damaged(folder, {TENSORS: files[TENSORS]}))
         self._folder, self._metadata = folder, read_metadata(folder)

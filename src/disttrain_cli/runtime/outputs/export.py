@@ -19,7 +19,7 @@ import copy
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib.resources import files
@@ -114,8 +114,28 @@ def export(
             "Name another folder, or move this one away.",
         )
     progress("checking the checkpoint", 0, 0)
-    opened = checkpoint.Opened(folder)
-    averaged = _averaged(run, opened, folder) if ema else set()
+    with checkpoint.opened(folder) as opened:
+        averaged = _averaged(run, opened, folder) if ema else set()
+        modules, projectors, generates_with = _write(run, opened, to, averaged, merge, progress)
+    return Exported(
+        path=str(to),
+        checkpoint=str(folder),
+        step=number,
+        modules=modules,
+        projectors=projectors,
+        generates_with=generates_with,
+    )
+
+
+def _write(
+    run: Run,
+    opened: checkpoint.Opened,
+    to: Path,
+    averaged: Collection[str],
+    merge: bool,
+    progress: Progress,
+) -> tuple[dict[str, ExportedModule], str | None, str | None]:
+    """Write the folder; return its `modules`, `projectors` and `generates_with`."""
     dtype = torch.bfloat16 if run.file.train.precision == "bf16" else torch.float32
 
     def read(layer: PipelineLayer) -> dict[str, Tensor]:
@@ -140,18 +160,9 @@ def export(
             else:
                 one, over = write_published(*about, whole, dtype, merge), None
         progress("writing", 1, 1)
-        return Exported(
-            path=str(to),
-            checkpoint=str(folder),
-            step=number,
-            modules={
-                published.model_type: ExportedModule(
-                    **{**vars(one), "folder": "."}, averaged=bool(averaged), base=over
-                )
-            },
-            projectors=None,
-            generates_with=generating(to, None if over is None else to / over),
-        )
+        single = ExportedModule(**{**vars(one), "folder": "."}, averaged=bool(averaged), base=over)
+        generates = generating(to, None if over is None else to / over)
+        return {published.model_type: single}, None, generates
     modules, exported, tokenizer = dict[str, ExportedModule](), [], read_tokenizer(run)
     with _whole_folder(to) as temporary:
         for done, (name, module) in enumerate(configs.items()):
@@ -182,13 +193,7 @@ def export(
         shapes = write_own(temporary / "projectors.safetensors", exported, read, dtype)
         _write_joints(run, temporary, modules, exported, shapes, tokenizer)
     progress("writing", len(configs), len(configs))
-    return Exported(
-        path=str(to),
-        checkpoint=str(folder),
-        step=number,
-        modules=modules,
-        projectors=str(to / "projectors.safetensors") if shapes else None,
-    )
+    return modules, str(to / "projectors.safetensors") if shapes else None, None
 
 
 def _checkpoint(run: Run, step: int | None) -> Path:

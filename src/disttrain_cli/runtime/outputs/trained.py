@@ -14,7 +14,6 @@ from disttrain_cli.models.tying import tie, untie
 from disttrain_cli.models.vae import VaeDecoder, decoder_maker
 from disttrain_cli.models.weights import load_into
 from disttrain_cli.runtime.checkpoints import checkpoint
-from disttrain_cli.runtime.checkpoints.folder import held
 from disttrain_cli.spec.inputs import ModelInputs
 from disttrain_cli.spec.runfile import Run
 
@@ -43,8 +42,7 @@ def load_trained(run: Run, folder: Path, device: torch.device) -> Trained:
         if not info.frozen
         for layer in build_layers(run, index, index + 1, device=device)
     ]
-    with held(folder):
-        opened = checkpoint.Opened(folder, [layer.name for layer in layers])
+    with checkpoint.opened(folder, [layer.name for layer in layers]) as opened:
         untie(layers, opened.names())
         tie(layers, table)
         averaged = opened.layers("ema")
