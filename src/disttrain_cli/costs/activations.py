@@ -332,6 +332,7 @@ def _inputs_of_others(
     return given * encodes * (1.0 - 1.0 / shape.cp)
 
 
+@memoised
 def own_rows(profile: Profile, name: str, shape: ParallelShape) -> Floats:
     """Return [4] rows of a module on a CP rank, by the terms of `activation_terms`."""
     module = profile.modules[name]

@@ -107,17 +107,8 @@ def stages_of(profile: Profile, layout: Layout) -> list[CostedStage]:
         alike = unit.name, stage.weight_delay is None, tuple(kinds)
         if alike not in known:
             known[alike] = list(_costs(profile, stage, kinds))
-        numbers = [
-            shard_of(profile.modules[name], kind, tp=unit.tp_of(name)).trainable
-            - round(of_others(profile, name, kind, unit.shape)[1])
-            if what == "trained"
-            else 0
-            for name, kind, what in kinds
-        ]
-        expert_numbers = [
-            round(own_trained(profile, name, kind, unit.shape)) if what == "trained" else 0
-            for name, kind, what in kinds
-        ]
+        counts = {kind: _trained(profile, unit, *kind) for kind in dict.fromkeys(kinds)}
+        numbers, expert_numbers = map(list, zip(*(counts[kind] for kind in kinds), strict=True))
         shared = _shared(profile, unit, does)
         if (places := tied_in(profile, stage)) is not None:
             numbers[places[1]] -= shared
@@ -136,6 +127,17 @@ def stages_of(profile: Profile, layout: Layout) -> list[CostedStage]:
             )
         )
     return stages
+
+
+def _trained(profile: Profile, unit: UnitPlan, name: str, kind: str, does: Backward) -> tuple[int, int]:
+    """Return the parameters of a layer that one rank trains, and those in its divided experts."""
+    if does != "trained":
+        return 0, 0
+    shard = shard_of(profile.modules[name], kind, tp=unit.tp_of(name))
+    return (
+        shard.trainable - round(of_others(profile, name, kind, unit.shape)[1]),
+        round(own_trained(profile, name, kind, unit.shape)),
+    )
 
 
 def _shared(profile: Profile, unit: UnitPlan, does: Mapping[str, Sequence[Backward]]) -> int:

@@ -94,16 +94,16 @@ class Groups(NamedTuple):
         spread = partial(nccl.Spread.of, node=node)
         return cls(
             spread(range(graph.world_size), some=stage.ranks),
-            spread(stage.dp_group(0)),
-            spread(stage.tp_groups()[0]),
-            spread(stage.cp_groups()[0]),
+            spread(tuple(stage.dp_group(0))),
+            spread(tuple(stage.tp_groups()[0])),
+            spread(tuple(stage.cp_groups()[0])),
             len(stage.before) + len(stage.after),
             nccl.messages_mib(profile.device, graph, stage, node),
             unit.gathers,
             unit.tp_overlap,
             unit.pp > 1,
             *(
-                (spread(stage.ep_groups()[0]), spread(stage.expert_group(0)))
+                (spread(tuple(stage.ep_groups()[0])), spread(tuple(stage.expert_group(0))))
                 if stage.ep > 1
                 else ()
             ),
@@ -129,6 +129,9 @@ def reserved_bytes(profile: Profile, modules: Sequence[str], groups: Groups) -> 
         + copies * nccl.collective_mib(device, nccl.Spread(2, 2, 1))
     )
     return np.asarray(device.context_gib * GIB + mib * 2**20, dtype=np.float64)
+
+
+_reserved_bytes = memoised(reserved_bytes)  # of a rank: many stages have equal groups
 
 
 class MessageBytes(NamedTuple):
@@ -284,7 +287,7 @@ def layout_memory(profile: Profile, layout: Layout, limit_gib: float) -> list[St
         local = [stage for stage in graph.stages if stage.unit is unit]
         for stage in local:
             groups = Groups.of_stage(profile, graph, stage)
-            reserved = float(reserved_bytes(profile, unit.modules, groups))
+            reserved = float(_reserved_bytes(profile, unit.modules, groups))
             flight = slots_in_flight(layout.microbatches, stage.to_end)
             span = slice(
                 *(

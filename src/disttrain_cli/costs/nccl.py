@@ -19,7 +19,7 @@ of NVLink SHARP, 32 MiB for each GPU of a node where an all-reduce chooses it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -31,6 +31,7 @@ from disttrain_cli.spec.stage_graph import Stage, StageGraph
 Floats = NDArray[np.float64]
 Count = int | Floats | NDArray[np.int64]
 Flags = bool | NDArray[np.bool_]
+Ranks = range | tuple[int, ...]
 # Channels, each a thread block on a multiprocessor. A message kernel holds its multiprocessors
 # while it waits for the peer. UNMEASURED: at 15 to 25 GB/s a channel, 8 exceed a node's network
 # device, and 16 come near a GPU's NVLinks, which the exchanges of a CP group wait for.
@@ -66,7 +67,8 @@ class Spread(NamedTuple):
     nodes: Count
 
     @classmethod
-    def of(cls, ranks: Sequence[int], node: int, some: Sequence[int] = ()) -> Spread:
+    @lru_cache(4096)
+    def of(cls, ranks: Ranks, node: int, some: Ranks = ()) -> Spread:
         """Return the spread of these ranks; `local` is that of the nodes of `some`, if any."""
         hosts, counts = np.unique(np.array(ranks) // node, return_counts=True)
         here = np.isin(hosts, np.array(some) // node) if some else slice(None)

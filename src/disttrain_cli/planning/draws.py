@@ -9,6 +9,7 @@ for other policies, which take longer, every layout's work.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from functools import lru_cache
 
 import numpy as np
@@ -44,6 +45,7 @@ class Draws:
         self._batch = lru_cache(KEPT)(self._drawn)
         self._positions = lru_cache(KEPT)(self._levelled)
         self._loads = lru_cache(KEPT)(self._loads_of)
+        self._orders: dict[Hashable, Ints] = {}
         self._ordered: dict[tuple[str, int, Ordering], dict[str, Floats]] = {}
 
     def loads(
@@ -63,7 +65,10 @@ class Draws:
         llm = layout.unit_of(inputs.llm)
         n, m = layout.microbatches, layout.microbatch_size
         slots: Slots = (number, tuple(llm.modules), llm.dp, n, m)
-        order = slot_order(layout, inputs.llm, costs, self._positions(slots))
+        pipeline = slots, tuple((tuple(unit.modules), unit.dp, unit.pp) for unit in layout.units)
+        if pipeline not in self._orders:
+            self._orders[pipeline] = slot_order(layout, inputs.llm, costs, self._positions(slots))
+        order = self._orders[pipeline]
         return {
             module: self._loads(
                 slots, module, unit.dealt_over(module), None if unit is llm else unit.dp

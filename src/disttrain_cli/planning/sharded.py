@@ -157,7 +157,7 @@ class Sharding:
         if self.ep > 1:
             groups = groups._replace(
                 experts=nccl.Spread.of(range(self.ep), node),
-                expert_replicas=nccl.Spread.of(self.stage.expert_group(0), node),
+                expert_replicas=nccl.Spread.of(tuple(self.stage.expert_group(0)), node),
             )
         reserved = float(reserved_bytes(profile, unit.modules, groups))
         if 1 < self.shards < self.ranks:
