@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from disttrain_cli.costs.memory import layout_memory
+from disttrain_cli.costs.replicated import undealt
 from disttrain_cli.planning.draws import Draws
 from disttrain_cli.planning.interleaved import cut_into, interleaved_s
 from disttrain_cli.planning.predict import simulated_s
@@ -85,3 +86,31 @@ def test_chunks_keep_more_slots_in_flight() -> None:
     assert interleaved_s(profile, layout, tight, draws, 1) < math.inf
     assert interleaved_s(profile, layout, tight, draws, 2) == math.inf
     assert interleaved_s(profile, layout, cluster, draws, 2) < math.inf
+
+
+def test_a_replicated_module_stays_on_one_stage() -> None:
+    run = synthetic.run_file(batch=8, gpus=8, nodes=2)
+    profile = synthetic.on_nodes(synthetic.tiny(run, kind="cuda", tps=(1, 2)), 4)
+    unit = UnitPlan(
+        name="model",
+        modules=list(profile.modules),
+        tp=2,
+        pp=2,
+        gpus=4,
+        layers_per_stage=[7, 7],
+    )
+    layout = made()[2].model_copy(update={"global_batch_size": 4, "gpus_used": 4, "units": [unit]})
+    sharded, whole = (
+        cut_into(
+            profile,
+            layout.model_copy(update={"units": [unit.model_copy(update={"module_tp": names})]}),
+            4,
+        )
+        for names in ({}, {"image_generator": 1})
+    )
+    assert sharded is not None and whole is not None
+    assert undealt(profile, whole.units[0]) is None
+    assert undealt(
+        profile, sharded.units[0].model_copy(update={"module_tp": {"image_generator": 1}})
+    )
+    assert sum(whole.units[0].layers_per_stage) == 14 and whole.units[0].pp == 8

@@ -14,13 +14,16 @@ from disttrain_cli.costs.layout import weight_rings
 from disttrain_cli.costs.links import all_gather_s, all_reduce_s, reduce_scatter_s, ring_link
 from disttrain_cli.costs.memory import GIB, WEIGHT_BYTES, layout_memory
 from disttrain_cli.planning.draws import Draws
+from disttrain_cli.planning.predict import batches
 from disttrain_cli.planning.sharded import Pass, Sharding, sharded, streams_s
 from disttrain_cli.planning.units import Cluster
 from disttrain_cli.spec.layer_costs import Polynomial
 from disttrain_cli.spec.profile import Profile
+from disttrain_cli.spec.runfile.train import Ordering
 from tests.costs.test_experts import with_experts
 from tests.planning import synthetic
 
+ORDERINGS: tuple[Ordering, ...] = ("paper", "best")
 BY_HAND = [
     # (passes as (compute, gather, reduce), seconds)
     ([(2.0, 1.0, 0.0)], 3.0),  # the first gather hides behind nothing
@@ -211,6 +214,21 @@ def test_choice() -> None:
     assert sharded(profile, replace(cluster, gpus=7), draws).gpus_used == 4
     assert sharded(profile, replace(cluster, gpus=33), draws) is None
     assert sharded(profile, replace(cluster, memory_gib=1e-4), draws) is None
+
+
+def test_the_better_of_two_orderings() -> None:
+    profile, cluster = made()
+    draws = Draws(profile, cluster)
+    paper, best = (sharded(profile, replace(cluster, ordering=name), draws) for name in ORDERINGS)
+    assert paper is not None and best is not None and best.layout == paper.layout
+    chosen = next(
+        one
+        for size in (1, 2, 4)
+        for shards in (8, 4)
+        if str(one := Sharding(profile, cluster, 8, shards, size, False)) == best.layout
+    )
+    numbers = batches(replace(cluster, ordering="best"))
+    assert best.iteration_s == min(chosen.step_s(draws, numbers, name) for name in ORDERINGS)
 
 
 def test_experts_are_sharded_over_those_with_the_same_and_the_rest_over_all() -> None:

@@ -129,7 +129,9 @@ def stages_of(profile: Profile, layout: Layout) -> list[CostedStage]:
     return stages
 
 
-def _trained(profile: Profile, unit: UnitPlan, name: str, kind: str, does: Backward) -> tuple[int, int]:
+def _trained(
+    profile: Profile, unit: UnitPlan, name: str, kind: str, does: Backward
+) -> tuple[int, int]:
     """Return the parameters of a layer that one rank trains, and those in its divided experts."""
     if does != "trained":
         return 0, 0

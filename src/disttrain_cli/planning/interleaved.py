@@ -10,6 +10,7 @@ passes of their chunk, one chunk's after the other's.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 
@@ -108,23 +109,31 @@ def with_chunks(
 def cut_into(profile: Profile, layout: Layout, chunks: int) -> Layout | None:
     """Return the layout with PP · chunks stages, the slowest of them minimised.
 
-    None if there is no such schedule.
+    Modules replicated over TP (`module_tp`) are not cut. None if there is no such schedule.
     """
     (unit,) = layout.units
     count = unit.pp * chunks
-    if unit.pp == 1 or layout.microbatches % unit.pp or count > sum(unit.layers_per_stage):
+    blocks: list[int] = []  # layers that stay together
+    for name in unit.modules:
+        layers = len(profile.modules[name].layers)
+        blocks += [layers] if name in unit.module_tp else [1] * layers
+    if unit.pp == 1 or layout.microbatches % unit.pp or count > len(blocks):
         return None
     alone = unit.model_copy(update={"dp": 1})
     times: list[float] = []
-    for stage in stages_of(profile, _staged(layout, alone, [1] * sum(unit.layers_per_stage))):
+    for stage in stages_of(profile, _staged(layout, alone, blocks)):
         (cost,) = stage.costs
-        work = profile.modules[cost.module].work_per_sequence.scaled(layout.microbatch_size)
+        replica = profile.modules[cost.module].work_per_sequence.scaled(layout.microbatch_size)
+        work = replica.scaled(1 / unit.dealt_over(cost.module))
         parts = cost.forward_ms + cost.backward_ms
         times.append(float(amount(parts, np.array([[work]]))[0, 0]))
     nothing = np.zeros(len(times))
-    layers = split(np.array(times), nothing, nothing, nothing, math.inf, 1, 0, count)
-    assert layers is not None, "no memory is computed"
-    return _staged(layout, unit, layers)
+    counts = split(np.array(times), nothing, nothing, nothing, math.inf, 1, 0, count)
+    assert counts is not None, "no memory is computed"
+    ends = itertools.accumulate(counts)
+    return _staged(
+        layout, unit, [sum(blocks[end - own : end]) for own, end in zip(counts, ends, strict=True)]
+    )
 
 
 def _staged(layout: Layout, unit: UnitPlan, layers: list[int]) -> Layout:

@@ -12,7 +12,7 @@ scatters inside nodes and sums the shards between nodes in a step's last microba
 parallelism, consecutive ranks divide the experts, which are sharded over the ranks that hold the
 same ones, and gathered and scattered there; rows are exchanged as in layouts (`costs.experts`).
 
-Sequences are ordered as for layouts. Not modelled: messages that slow down each other, those of
+Not modelled: messages that slow down each other, those of
 layers and rows of experts among them, kernels that slow down while messages run, the
 host's time for every message, a root that stays gathered, and ranks that run up to a layer ahead of
 the slowest one (below 0.1 % of a step).
@@ -57,6 +57,7 @@ from disttrain_cli.planning.units import Cluster, Unit
 from disttrain_cli.spec.layer_costs import Polynomial, combine
 from disttrain_cli.spec.plan import Baseline, Layout, UnitPlan
 from disttrain_cli.spec.profile import Profile
+from disttrain_cli.spec.runfile.train import Ordering
 
 Floats = NDArray[np.float64]
 #: Bytes of a trained parameter over all ranks of a shard group: fp32 weight, gradient, two moments.
@@ -165,11 +166,15 @@ class Sharding:
             reserved += float(profile.device.communicator_mib + shards_mib) * 2**20
         return float(states + moving * (1.0 + profile.device.fragmentation) + reserved) / GIB
 
-    def step_s(self, draws: Draws, numbers: Iterable[int]) -> float:
-        """Return the mean time of the steps over these global batches drawn from the data."""
-        return float(
-            np.mean([self._batch_s(draws.loads(self.layout, number)) for number in numbers])
-        )
+    def step_s(
+        self, draws: Draws, numbers: Iterable[int], ordering: Ordering | None = None
+    ) -> float:
+        """Return the mean time of the steps over these global batches drawn from the data.
+
+        Ordered by the policy of the draws, or by another.
+        """
+        loads = [draws.loads(self.layout, number, ordering) for number in numbers]
+        return float(np.mean(list(map(self._batch_s, loads))))
 
     def flops(self, draws: Draws, numbers: Iterable[int]) -> float:
         """Return the mean FLOPs of those steps."""
@@ -272,7 +277,9 @@ def sharded(profile: Profile, cluster: Cluster, draws: Draws) -> Baseline | None
     """Return the fastest sharded run that fits, over all microbatch sizes.
 
     Activations are saved or recomputed, parameters sharded over all ranks or inside nodes. None if
-    none fits or the global batch has fewer sequences than there are devices.
+    none fits or the global batch has fewer sequences than there are devices. It is chosen by the
+    policy of the draws, and timed by the better of that and the cluster's: `best` levels the sum of
+    a replica's microbatches, while here every layer waits for the slowest rank of a microbatch.
     """
     if cluster.batch < cluster.gpus or 1 not in tp_degrees(profile, list(profile.modules)):
         return None
@@ -280,7 +287,10 @@ def sharded(profile: Profile, cluster: Cluster, draws: Draws) -> Baseline | None
     if not fitting:
         return None
     best = min(fitting, key=lambda one: one.step_s(draws, range(1)))
-    iteration_s = best.step_s(draws, batches(cluster))
+    iteration_s = min(
+        best.step_s(draws, batches(cluster), ordering)
+        for ordering in dict.fromkeys((None, cluster.ordering))
+    )
     return Baseline(
         iteration_s=iteration_s,
         sequences_per_s=cluster.batch / iteration_s,

@@ -231,11 +231,7 @@ def solve_for(
         plan=best.layout,
         predicted=predicted,
         baselines={name: baselines[name] for name in BASELINES}
-        | (
-            {"fsdp": sharded(profile, ranked_as(everything), draws)}
-            if profile.device.kind != "cpu"
-            else {}
-        ),
+        | ({"fsdp": sharded(profile, everything, draws)} if profile.device.kind != "cpu" else {}),
         alternatives=[
             Alternative(
                 layout=_described(other.layout),
