@@ -91,6 +91,7 @@ def test_chunks_keep_more_slots_in_flight() -> None:
 def test_a_replicated_module_stays_on_one_stage() -> None:
     run = synthetic.run_file(batch=8, gpus=8, nodes=2)
     profile = synthetic.on_nodes(synthetic.tiny(run, kind="cuda", tps=(1, 2)), 4)
+    names = {"image_generator": 1}
     unit = UnitPlan(
         name="model",
         modules=list(profile.modules),
@@ -103,10 +104,10 @@ def test_a_replicated_module_stays_on_one_stage() -> None:
     sharded, whole = (
         cut_into(
             profile,
-            layout.model_copy(update={"units": [unit.model_copy(update={"module_tp": names})]}),
+            layout.model_copy(update={"units": [unit.model_copy(update={"module_tp": module_tp})]}),
             4,
         )
-        for names in ({}, {"image_generator": 1})
+        for module_tp in ({}, names)
     )
     assert sharded is not None and whole is not None
     assert undealt(profile, whole.units[0]) is None
