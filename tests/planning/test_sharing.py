@@ -11,6 +11,7 @@ import pytest
 from disttrain_cli.costs.memory import layout_memory
 from disttrain_cli.planning import predict
 from disttrain_cli.planning.climb import climb, neighbours
+from disttrain_cli.planning.draws import Draws
 from disttrain_cli.planning.finalists import CP_GAIN, Ranked, chosen_first
 from disttrain_cli.planning.infeasible import infeasible
 from disttrain_cli.planning.layouts import layout_of
@@ -143,16 +144,17 @@ def test_a_plan_divides_experts_where_that_pays_and_names_the_gain(
 ) -> None:
     monkeypatch.setattr(predict, "SEQUENCES", 4)
     profile, cluster = synthetic.mixture(), Cluster(4, 4, memory_gib, 1, 2, climbs=False)
-    plan = solve_for(profile, cluster)
+    draws = Draws(profile, cluster)
+    plan = solve_for(profile, cluster, draws=draws)
     llm = plan.plan.unit_of("llm")
-    said = experts_sentence(plan, profile, cluster)
+    said = experts_sentence(plan, profile, cluster, draws)
     assert said is not None and (llm.ep > 1) == divides
     if divides:
         assert f"EP {llm.ep} " in plan.plan.describe()
         assert f"{llm.name} over {llm.ep} ranks" in said and "% longer" in said
     else:
         assert "EP 1" in said
-        assert experts_sentence(plan, profile, replace(cluster, most_ep=1)) is None
+        assert experts_sentence(plan, profile, replace(cluster, most_ep=1), draws) is None
 
 
 def test_neighbours_have_other_expert_groups() -> None:
@@ -208,7 +210,7 @@ def test_a_plan_says_what_sharing_gains(monkeypatch: pytest.MonkeyPatch) -> None
     plan = solve_for(profile, ONE)
     llm = plan.plan.units[1]
     assert llm.cp > 1
-    said = sharing_sentence(plan, profile, ONE)
+    said = sharing_sentence(plan, profile, ONE, Draws(profile, ONE))
     assert said is not None and f"llm over {llm.cp} ranks" in said and "% longer" in said
     found = sensitivity(profile, ONE, plan.plan, silent)
     assert found is not None
@@ -228,7 +230,8 @@ def test_a_plan_for_long_sequences_says_why_they_are_not_shared(
     short, long, old = profile_of(), profile_of(length=32_768), profile_of(None, 32_768)
     plan = solve_for(long, many)
     assert not any(unit.cp > 1 for unit in plan.plan.units)
-    assert sharing_sentence(plan, short, many) is None
-    said = sharing_sentence(plan, long, many)
+    draws = Draws(long, many)
+    assert sharing_sentence(plan, short, many, draws) is None
+    said = sharing_sentence(plan, long, many, draws)
     assert said is not None and "32,768 tokens are not shared (CP)" in said and "% longer" in said
-    assert "has no attention whose rows" in (sharing_sentence(plan, old, many) or "")
+    assert "has no attention whose rows" in (sharing_sentence(plan, old, many, draws) or "")

@@ -153,8 +153,8 @@ def plan(
             for sentence in (
                 range_sentence(predicted),
                 order_sentence(orders),
-                sharing_sentence(best, costs, cluster),
-                experts_sentence(best, costs, cluster),
+                sharing_sentence(best, costs, cluster, draws),
+                experts_sentence(best, costs, cluster, draws),
                 passes_of(opened, costs),
             )
             if sentence

@@ -8,23 +8,21 @@ ranked with.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from disttrain_cli.costs.context import misfit
-from disttrain_cli.errors import InfeasibleError
 from disttrain_cli.planning.bounds import Keep
 from disttrain_cli.planning.draws import Draws
 from disttrain_cli.planning.finalists import CP_GAIN, shares
 from disttrain_cli.planning.infeasible import LONG
 from disttrain_cli.planning.layouts import layout_of
 from disttrain_cli.planning.options import Rows
-from disttrain_cli.planning.predict import batches
+from disttrain_cli.planning.predict import batches, predict
 from disttrain_cli.planning.search import search
-from disttrain_cli.planning.solve import ranked_as, solve_for
+from disttrain_cli.planning.solve import ranked_as, ranking
 from disttrain_cli.planning.split_backward import timed
 from disttrain_cli.planning.units import Cluster, Unit, groupings, sharing, units_of
 from disttrain_cli.spec.plan import Layout, Plan
@@ -33,11 +31,12 @@ from disttrain_cli.spec.profile import Profile
 TRIED = 6  # of the formula's best layouts, simulated
 
 
-def sharing_sentence(plan: Plan, profile: Profile, cluster: Cluster) -> str | None:
+def sharing_sentence(plan: Plan, profile: Profile, cluster: Cluster, draws: Draws) -> str | None:
     """Return CP's gain in a plan, or why a plan for long sequences has none; None if irrelevant.
 
     Args:
         cluster: constraints of the plan.
+        draws: the batches on which it was simulated.
     """
     length, strategy = profile.inputs.sequence_length, plan.plan.strategy
     if shares(plan.plan):
@@ -56,9 +55,10 @@ def sharing_sentence(plan: Plan, profile: Profile, cluster: Cluster) -> str | No
             default=None,
         )
         if other_s is None:  # not among the runners-up
-            with suppress(InfeasibleError):
-                alone = solve_for(profile, replace(cluster, most_cp=1), strategy)
-                other_s = alone.predicted.iteration_s
+            alone = replace(cluster, most_cp=1)
+            for best in ranking(profile, alone, strategy, draws=draws)[0][:1]:
+                units = units_of(profile, alone, best.layout)
+                other_s = predict(units, best.layout, alone, draws).iteration_s
         return f"Context   sequences are shared (CP), {shared}: {_without(plan, other_s)}."
     if length < LONG or strategy not in ("auto", "disaggregated") or cluster.most_cp == 1:
         return None
@@ -79,17 +79,18 @@ def sharing_sentence(plan: Plan, profile: Profile, cluster: Cluster) -> str | No
         for other in (*plan.alternatives, *plan.baselines.values())
         if other and other.plan and other.plan.unit_of(profile.inputs.llm).cp > 1
     ]
-    other_s = min(ranked_s + _times_s(profile, cluster, found), default=None)
+    other_s = min(ranked_s + _times_s(profile, cluster, found, draws), default=None)
     return f"Context   sequences of {length:,} tokens are not shared (CP): {_with(plan, other_s)}."
 
 
-def experts_sentence(plan: Plan, profile: Profile, cluster: Cluster) -> str | None:
+def experts_sentence(plan: Plan, profile: Profile, cluster: Cluster, draws: Draws) -> str | None:
     """Return EP's gain in a plan, or that a plan for mixtures of experts has none.
 
     None if no unit may have an EP group.
 
     Args:
         cluster: constraints of the plan.
+        draws: the batches on which it was simulated.
     """
     strategy = plan.plan.strategy
     divided = [unit for unit in plan.plan.units if unit.ep > 1]
@@ -108,15 +109,16 @@ def experts_sentence(plan: Plan, profile: Profile, cluster: Cluster) -> str | No
         for units in groupings(profile, alone, strategy)
         for one in search(units, alone, TRIED).best
     ]
-    other_s = min(known_s + _times_s(profile, alone, found), default=None)
+    other_s = min(known_s + _times_s(profile, alone, found, draws), default=None)
     each = ", ".join(f"{unit.name} over {unit.ep} ranks" for unit in divided)
     return f"Experts   are divided (EP), {each}: {_without(plan, other_s)}."
 
 
-def _times_s(profile: Profile, cluster: Cluster, layouts: Sequence[Layout]) -> list[float]:
+def _times_s(
+    profile: Profile, cluster: Cluster, layouts: Sequence[Layout], draws: Draws
+) -> list[float]:
     """Return the simulated times of some layouts."""
     ranked = ranked_as(cluster)
-    draws = Draws(profile, ranked)
     numbers = batches(ranked)
     return [timed(profile, ranked, layout, numbers, draws)[1] for layout in layouts]
 
