@@ -45,6 +45,8 @@ class Draws:
         self._batch = lru_cache(KEPT)(self._drawn)
         self._positions = lru_cache(KEPT)(self._levelled)
         self._loads = lru_cache(KEPT)(self._loads_of)
+        # by `split_backward.timed`: layouts with their best delays, and times
+        self.timed: dict[Hashable, tuple[Layout, float]] = {}
         self._orders: dict[Hashable, Ints] = {}
         self._ordered: dict[tuple[str, int, Ordering], dict[str, Floats]] = {}
 
@@ -58,10 +60,10 @@ class Draws:
         profile, ordering = self._profile, ordering or self._cluster.ordering
         inputs, (sizes, costs) = profile.inputs, self._batch(number)
         if ordering != "paper":
-            alike = layout.model_copy(update={"strategy": "auto"}).model_dump_json()
-            if (alike, number, ordering) not in self._ordered:
-                self._ordered[alike, number, ordering] = self._by(ordering, layout, sizes)
-            return self._ordered[alike, number, ordering]
+            known = self.alike(layout), number, ordering
+            if known not in self._ordered:
+                self._ordered[known] = self._by(ordering, layout, sizes)
+            return self._ordered[known]
         llm = layout.unit_of(inputs.llm)
         n, m = layout.microbatches, layout.microbatch_size
         slots: Slots = (number, tuple(llm.modules), llm.dp, n, m)
@@ -76,6 +78,10 @@ class Draws:
             for unit in layout.units
             for module in unit.modules
         }
+
+    def alike(self, layout: Layout) -> str:
+        """Return a key that is equal for layouts that differ in their strategy only."""
+        return layout.model_copy(update={"strategy": "auto"}).model_dump_json()
 
     def _by(self, ordering: Ordering, layout: Layout, sizes: Sizes) -> dict[str, Floats]:
         profile, cluster = self._profile, self._cluster

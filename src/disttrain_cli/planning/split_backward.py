@@ -60,6 +60,21 @@ def timed(
             than `MOST_PASSES`.
     """
     draws = draws or Draws(profile, cluster)
+    alike = draws.alike(layout), cluster.splits, tuple(numbers), thorough
+    if alike not in draws.timed:
+        draws.timed[alike] = _timed(profile, cluster, layout, numbers, draws, thorough)
+    found, found_s = draws.timed[alike]
+    return found.model_copy(update={"strategy": layout.strategy}), found_s
+
+
+def _timed(
+    profile: Profile,
+    cluster: Cluster,
+    layout: Layout,
+    numbers: Sequence[int],
+    draws: Draws,
+    thorough: bool,
+) -> tuple[Layout, float]:
     loads = [draws.loads(layout, number) for number in numbers]
 
     def pipelines(layout: Layout, loads: Sequence[dict[str, Floats]]) -> list[Pipeline]:
