@@ -1,4 +1,6 @@
-"""Local search around plans on frozen costs: is a neighbour of the plan faster?
+"""Local search around plans: is a neighbour of the plan faster?
+
+Costs are the frozen ones of `grouping.py`, and for B200 those that its profile computes.
 
 A neighbour has another grouping of modules into units, or of one unit other devices, TP, CP, DP,
 PP, recomputing, or another microbatch size; where several choices follow from one, the layout that
@@ -20,6 +22,7 @@ from typing import Any
 
 from benchmarks.common import Tables, table
 from benchmarks.grouping import DEVICES, MODELS, PAPERS, frozen
+from benchmarks.paper import profiled
 from disttrain_cli.costs.memory import fits
 from disttrain_cli.errors import InfeasibleError
 from disttrain_cli.planning.bounds import divisors
@@ -129,7 +132,7 @@ def _filled(shapes: Sequence[ParallelShape], number: int, cluster: Cluster) -> l
 
 def searched(model: str, device: str, gpus: int) -> Row:
     """The plan, its fastest neighbour under `paper`, and as training orders samples."""
-    run, profile = frozen(model, device)
+    run, profile = profiled(model, device=device) if device == "B200" else frozen(model, device)
     row: Row = {"model": model, "device": device, "devices": gpus}
     try:
         plan = solve(run, profile, gpus=gpus, top=0).plan
@@ -173,8 +176,8 @@ def searched(model: str, device: str, gpus: int) -> Row:
 def cases() -> list[tuple[str, str, int]]:
     """Models, devices and numbers of them."""
     return [
-        *itertools.product(MODELS, DEVICES, GPUS),
-        *itertools.product(PAPERS, ["A800"], PAPERS_GPUS),
+        *itertools.product(MODELS, (*DEVICES, "B200"), GPUS),
+        *itertools.product(PAPERS, ("A800", "B200"), PAPERS_GPUS),
     ]
 
 

@@ -63,9 +63,11 @@ TRAINED = {
 OVERHEAD_GPUS = (112, 324, 648, 1296, 16384)
 
 
-def profiled(preset: str, images: int | None = None) -> tuple[RunFile, Profile]:
-    """A preset and its profile, computed for its own device; with `images` read and generated per
-    sequence instead of the preset's."""
+def profiled(
+    preset: str, images: int | None = None, device: str | None = None
+) -> tuple[RunFile, Profile]:
+    """A preset and its profile, computed for its own device or another; with `images` read and
+    generated per sequence instead of the preset's."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "disttrain.yaml"
         text = preset_text(preset)
@@ -74,7 +76,7 @@ def profiled(preset: str, images: int | None = None) -> tuple[RunFile, Profile]:
                 r"(images|generated)_per_sequence: \d+", rf"\1_per_sequence: {images}", text
             )
         path.write_text(text)
-        run: Run = read_run(path)
+        run: Run = read_run(path, *([f"cluster.device=analytic:{device}"] if device else []))
         return run.file, analytic_profile(run, run.file.cluster.device.removeprefix("analytic:"))
 
 

@@ -32,6 +32,7 @@ from benchmarks import (
     known,
     levelling,
     memory,
+    neighbours,
     ordering,
     paper,
     peers,
@@ -230,6 +231,12 @@ def test_a_model_of_the_paper_is_faster_than_its_layouts_and_planners():
 def test_published_models_gain_by_grouping():
     (row,) = next(iter(grouping.measure(small=True).values()))
     assert row["devices"] == 8 and row["more sequences/s, %"] > 16
+
+
+@pytest.mark.slow
+def test_no_neighbour_of_a_plan_is_faster():
+    (row,) = only(neighbours.measure(small=True))
+    assert row["neighbours"] > 50 and row["faster as trained, %"] < 100 * neighbours.LEAST
 
 
 def test_the_switches_of_gains_are_those_of_a_cluster():
