@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -61,6 +62,18 @@ def test_neighbours_keep_to_the_devices_the_batch_and_the_profiled_tp(
     # groups twice as wide with half the replicas, on the same devices
     assert {ParallelShape(tp=8, dp=2), ParallelShape(tp=2, dp=8)} <= {one[llm] for one in found}
     assert used.count(cluster.gpus) > 10  # what is left goes to another unit
+
+
+def test_replicas_follow_items_that_are_not_cut(
+    case: tuple[Profile, list[Unit], Cluster],
+) -> None:
+    profile, units, cluster = case
+    shapes = [ParallelShape(dp=43), *LOPSIDED[1:]]
+    items = round(8 * profile.modules["image_encoder"].work_per_sequence.items)
+    assert -(-items // 43) == 2
+    tried = neighbours(units, replace(cluster, gpus=200), shapes, 2)
+    replicas = {encoder.dp for (encoder, _, _), _ in tried}
+    assert {items, -(-items // 2), -(-items // 3)} <= replicas
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
+from disttrain_cli.costs.activations import WHOLE
 from disttrain_cli.costs.layout import optimizer_s, reduce_s, stages_of
 from disttrain_cli.costs.overlap import hidden
 from disttrain_cli.planning.bounds import divisors
@@ -134,7 +135,7 @@ def neighbours(
     for size in {2 * microbatch, microbatch // 2} - {0}:
         yield from ((other, size) for other in (chosen, *flipped))
     for number, unit in enumerate(units):
-        for changed in _steps(unit, cluster, shapes[number], microbatch):
+        for changed in _steps(unit, cluster, shapes[number], microbatch * shapes[llm].dp):
             moved = [*shapes[:number], changed, *shapes[number + 1 :]]
             if sum(shape.gpus for shape in moved) <= cluster.gpus:
                 yield tuple(moved), microbatch
@@ -150,14 +151,19 @@ def neighbours(
 
 
 def _steps(
-    unit: Unit, cluster: Cluster, shape: ParallelShape, microbatch: int
+    unit: Unit, cluster: Cluster, shape: ParallelShape, slot_sequences: int
 ) -> Iterator[ParallelShape]:
-    """Yield the unit's shape with slightly changed DP, PP or EP, or with other TP or CP groups."""
+    """Yield the unit's shape with slightly changed DP, PP or EP, or with other TP or CP groups.
+
+    Items are not cut: without the LLM, DP also changes to the fewest replicas of which the busiest
+    has as many of a slot's items, one more or one less.
+    """
     index = unit.eps.index(shape.ep)
     for ep in unit.eps[max(0, index - 1) : index + 2]:
         if ep != shape.ep:
             yield replace(shape, ep=ep)
     if unit.holds_llm:
+        microbatch = slot_sequences // shape.dp
         widths = [dp for dp in divisors(cluster.batch) if cluster.batch % (dp * microbatch) == 0]
         place = widths.index(shape.dp)
         dps = widths[max(0, place - 1) : place + 2]
@@ -165,6 +171,11 @@ def _steps(
         per_node = max(1, cluster.gpus_per_node // shape.tp_cp_size)
         dps = [shape.dp + step for step in (-per_node, -2, -1, 1, 2, per_node)]
         dps += [shape.dp // per_node * per_node, -(-shape.dp // per_node) * per_node]
+        items = slot_sequences * unit.profile.modules[unit.modules[0]].work_per_sequence.items
+        busiest = math.ceil(items / shape.dp - WHOLE)
+        dps += [
+            math.ceil(items / most - WHOLE) for most in range(busiest - 1, busiest + 2) if most > 0
+        ]
     for dp in dps:
         if dp > 0 and dp != shape.dp:
             yield replace(shape, dp=dp)
