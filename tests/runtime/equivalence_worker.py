@@ -182,7 +182,7 @@ def check_experts(engine: UnitEngine, run: Run) -> None:
 def check_twins(engine: UnitEngine) -> None:
     """That both copies of a tied weight, and what the optimizers keep of them, are equal bit by
     bit."""
-    twins = engine.module.mpu().twins
+    twins = engine.grid.twins
     if twins is None:
         return
     engine.settle()

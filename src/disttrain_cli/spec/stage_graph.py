@@ -15,7 +15,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from disttrain_cli.spec.plan import Layout, UnitPlan
 
@@ -147,14 +147,6 @@ class RankCoords:
         return self.cp_rank * self.unit.tp + self.tp_rank
 
 
-class Coordinates(NamedTuple):
-    """Coordinates of a rank by the names of DeepSpeed's axes."""
-
-    pipe: int  # number of its stage
-    data: int  # `RankCoords.holder`
-    model: int  # TP rank
-
-
 @dataclass(frozen=True)
 class StageGraph:
     """All stages of a layout, numbered in pipeline order."""
@@ -169,16 +161,6 @@ class StageGraph:
     @cached_property
     def world_size(self) -> int:
         return sum(len(stage.ranks) for stage in self.stages)
-
-    @cached_property
-    def rank_by_coordinates(self) -> dict[Coordinates, int]:
-        """All ranks by their coordinates."""
-        return {
-            Coordinates(stage.number, holder, tp_rank): rank
-            for stage in self.stages
-            for tp_rank in range(stage.tp)
-            for holder, rank in enumerate(stage.dp_group(tp_rank))
-        }
 
     def coords(self, rank: int) -> RankCoords:
         """Return the coordinates of a rank: stage, replica, TP and CP rank."""

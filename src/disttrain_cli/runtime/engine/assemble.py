@@ -20,7 +20,7 @@ from disttrain_cli.models.tensor_parallel import join
 from disttrain_cli.models.tying import copy_of, tie
 from disttrain_cli.models.weight_parts import split
 from disttrain_cli.models.weights import load_into
-from disttrain_cli.runtime.engine.deepspeed import StageEngine, StageModule
+from disttrain_cli.runtime.engine.deepspeed import StageEngine
 from disttrain_cli.runtime.engine.engine import UnitEngine
 from disttrain_cli.runtime.engine.expert_rows import ExpertRows
 from disttrain_cli.runtime.engine.faults import Sums, out_of_memory
@@ -213,7 +213,7 @@ def engine_parts(
     optimizer = make_optimizer(layers, train.optimizer)
     config = deepspeed_config(train, layout, optimizer is not None, dp=coords.unit.dp_cp_size)
     return {
-        "stage": StageEngine(StageModule(layers, grid, coords), optimizer, config, layout.overlap),
+        "stage": StageEngine(layers, grid, optimizer, config, layout.overlap),
         "coords": coords,
         "layout": layout,
         "train_spec": train,
@@ -243,5 +243,5 @@ def deepspeed_config(
         config["bf16"] = {"enabled": True}
         config["data_types"] = {"grad_accum_dtype": "fp32"}
     elif trains and layout.zero_stage == 1 and dp > 1:
-        config["zero_optimization"] |= {"stage": 1, "compute_grad_norm": False}
+        config["zero_optimization"] ["stage"] = 1
     return config

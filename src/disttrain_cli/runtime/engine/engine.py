@@ -73,7 +73,7 @@ class UnitEngine:
         loss_modules: dict[str, str],
         trained: Sequence[str],
     ) -> None:
-        self.stage, self.module = stage, stage.module
+        self.stage, self.module, self.grid = stage, stage.module, stage.mpu
         self.optimizer, self.device = stage.optimizer, stage.device
         self.runner, self.upstream, self.downstream = runner, upstream, downstream
         self.coords, self.tracer = coords, tracer
@@ -211,10 +211,9 @@ class UnitEngine:
     def _backward(self, slot: int) -> None:
         if self.coords.stage.weight_delay is None and slot == len(self.order.slots) - 1:
             self.stage.reduction.expect()
-        with self.stage.backward_under_way():
-            gradients = self.runner.backward(
-                slot, self._state.pop(slot, {}), self._timed("backward", slot)
-            )
+        gradients = self.runner.backward(
+            slot, self._state.pop(slot, {}), self._timed("backward", slot)
+        )
         if self.upstream is not None and self.runner.segments[0].carrying:
             self._state[slot] = gradients
 
@@ -224,8 +223,7 @@ class UnitEngine:
         slots = left if slot == left.start else range(slot, slot + 1)
         if slots is left:
             self.stage.reduction.expect(self.runner.waiting(slots))
-        with self.stage.backward_under_way():
-            self._compute_weights(slots)
+        self._compute_weights(slots)
 
     def _compute_weights(self, slots: range) -> None:
         turns = Turns(self.tracer, "weights")
@@ -274,7 +272,7 @@ class UnitEngine:
         All reductions of both stages have ended before, so that no rank waits here for a peer that
         is itself waiting for another rank.
         """
-        twins = self.module.mpu().twins
+        twins = self.grid.twins
         for gradient in tied_gradients(self.optimizer) if twins is not None else ():
             dist.all_reduce(gradient, group=twins)
 
@@ -284,9 +282,8 @@ class UnitEngine:
         Each rank has a part of the gradient of a weight that is not sharded
         (`tensor_parallel.join`); only the weights that this rank steps are summed.
         """
-        group = self.module.mpu().tp
-        if group is not None:
-            sum_over(partial_gradients(self.optimizer), group)
+        if self.grid.tp is not None:
+            sum_over(partial_gradients(self.optimizer), self.grid.tp)
 
     def _reduce_gradients(self) -> None:
         """Finish the reduction over the ranks with the same weights.

@@ -2,9 +2,8 @@
 
 Every stage is treated alike, first, last or in mid-pipeline: it maps the tensors that cross its
 entry to those that cross its exit, and adds losses where one of its layers has one. Backward is one
-`autograd.backward` over [losses, outputs] per module (deepspeed traps 11, 24). Modules inside a
-stage are separated by detached tensors, so that each has separate forward and backward times in any
-layout.
+`autograd.backward` over [losses, outputs] per module. Modules inside a stage are separated by
+detached tensors, so that each has separate forward and backward times in any layout.
 
 A forward-only layer (`engine.gradients`) runs without a graph, and a module with only such layers
 has no backward. Where activations are recomputed, a layer saves only its inputs (Chen et al. 2016,

@@ -11,14 +11,14 @@ numbers of rows; messages to the replicas of a stage are one per layer.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from disttrain_cli.data.slots import StepOrder
 from disttrain_cli.models.experts import Counts, hops
@@ -26,7 +26,7 @@ from disttrain_cli.models.graph import LayerInfo, layer_table
 from disttrain_cli.models.group import Group
 from disttrain_cli.models.layer import Batch, PipelineLayer, TensorSpec
 from disttrain_cli.runtime.engine.assemble import brokers, live_at
-from disttrain_cli.runtime.engine.deepspeed import StageEngine, StageModule
+from disttrain_cli.runtime.engine.deepspeed import StageEngine
 from disttrain_cli.runtime.engine.engine import UnitEngine
 from disttrain_cli.runtime.engine.gradients import gradient_flow
 from disttrain_cli.runtime.engine.stage import Segment, StageRunner, build_segments
@@ -203,11 +203,11 @@ def replicas(grid: UnitGrid) -> list[dist.ProcessGroup]:
 class HollowStage:
     """Stage without weights, which DeepSpeed would require."""
 
-    module: StageModule
+    mpu: UnitGrid
     reduction: HollowReduction
+    module: nn.Module = field(default_factory=nn.Module)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     optimizer: None = None
-    backward_under_way = nullcontext
 
 
 class HollowEngine(UnitEngine):
@@ -244,7 +244,7 @@ class HollowEngine(UnitEngine):
         upstream, downstream = map(together, links)
         reduction = HollowReduction(grid, coords, overlap)
         super().__init__(
-            stage=cast(StageEngine, HollowStage(StageModule([], grid, coords), reduction)),
+            stage=cast(StageEngine, HollowStage(grid, reduction)),
             runner=HollowRunner(segments, coords, lambda: self.order, grid, links, reduction),
             upstream=upstream,
             downstream=downstream,
@@ -257,17 +257,16 @@ class HollowEngine(UnitEngine):
         )
 
     def _sum_tied_gradients(self) -> None:
-        join(self.module.mpu().twins)
+        join(self.grid.twins)
 
     def _sum_partial_gradients(self) -> None:
-        grid = self.module.mpu()
-        join(grid.tp and grid.tp.ranks)
+        join(self.grid.tp and self.grid.tp.ranks)
 
     def _update(self) -> None:
         super()._update()
         # ZeRO's replicas gather the weights that each has updated
         for _ in self.coords.stage.layers:
-            for group in replicas(self.module.mpu()):
+            for group in replicas(self.grid):
                 join(group)
 
     def _at(self, operation: str, slot: int) -> Any:
