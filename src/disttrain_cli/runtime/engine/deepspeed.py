@@ -2,8 +2,8 @@
 
 In use are its optimizers' states (ZeRO-1, bf16), its configuration and its broadcast of weights. It
 neither computes nor moves a slot and computes no norm (`UnitEngine` does), reduces no gradients
-(`reduction`), and neither steps nor gathers partitioned weights (`partitions`). The numbers in the comments are the traps listed in
-docs/deepspeed.md.
+(`reduction`), and neither steps nor gathers partitioned weights (`partitions`). The numbers in the
+comments are the traps listed in docs/deepspeed.md.
 """
 
 from __future__ import annotations

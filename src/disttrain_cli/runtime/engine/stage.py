@@ -121,6 +121,13 @@ class StageRunner:
         """True if the stage is forward-only."""
         return all(segment.still for segment in self.segments)
 
+    @property
+    def trained(self) -> list[Parameter]:
+        """Trained weights, each once."""
+        layers = [layer for segment in self.segments for layer in segment.layers]
+        weights = (weight for layer in layers for weight in layer.parameters())
+        return list(dict.fromkeys(weight for weight in weights if weight.requires_grad))
+
     def forward(
         self,
         slot: int,

@@ -43,10 +43,10 @@ class UnitGrid:
             if coords.rank in one.ranks:
                 self.groups[one.name] = group
                 self._join(one, group, coords)
-                if one.way is not None:
+                if one.ways:
                     self.exchanges[one.name] = (
-                        coords.stage.number == one.way[0],
-                        communicators.peers(graph, one.way, coords.rank),
+                        coords.rank in graph.stages[one.ways[0][0]].ranks,
+                        communicators.peers(graph, one.ways[0], coords.rank),
                     )
 
     def _join(
@@ -66,8 +66,7 @@ class UnitGrid:
             self.expert_replicas = Group(group, len(one.ranks), coords.expert_holder)
         elif one.kind == "tied weights":
             self.twins = group
-        elif one.way is not None:
-            self.ways[one.way] = group
+        self.ways |= dict.fromkeys(one.ways, group)
 
     def get_data_parallel_group(self) -> dist.ProcessGroup | None:
         return self.replicas.ranks
