@@ -14,6 +14,7 @@ no random generator, so no generator state is restored.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
@@ -25,6 +26,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import Parameter
 from torch.utils.checkpoint import checkpoint
 
+from disttrain_cli.models.experts import recomputing
 from disttrain_cli.models.group import Group
 from disttrain_cli.models.layer import LOSS_PREFIX, Batch, PipelineLayer, TensorSpec
 from disttrain_cli.models.replicated import Exchange
@@ -289,7 +291,14 @@ class StageRunner:
             return layer(state, batch)
         # the inputs that the recomputation will read
         inputs = {name: state[name] for name in layer.reads if name in state}
-        written = checkpoint(layer, inputs, batch, use_reentrant=False, preserve_rng_state=False)
+        written = checkpoint(
+            layer,
+            inputs,
+            batch,
+            use_reentrant=False,
+            preserve_rng_state=False,
+            context_fn=lambda: (nullcontext(), recomputing()),
+        )
         return cast(dict[str, Tensor], written)
 
     def _add_loss(self, name: str, loss: Tensor) -> None:
