@@ -65,8 +65,9 @@ def with_chunks(
 ) -> Baseline:
     """Return a baseline, or one of these layouts with virtual stages, whichever is faster.
 
-    Training does not run virtual stages. They are chosen by the policy of the draws, and timed by
-    the better of that and the cluster's, on the batches of `found`.
+    A plan has no virtual stages unless they are written by hand (`UnitPlan.chunks`). They are
+    chosen by the policy of the draws, and timed by the better of that and the cluster's, on the
+    batches of `found`.
     """
     times_s = {
         (interleaved_s(profile, layout, cluster, draws, chunks), number, chunks)
