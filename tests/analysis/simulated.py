@@ -307,7 +307,7 @@ def _rows(
 def _in_turn(rows: list[dict[str, Any]], devices: int) -> Iterator[dict[str, Any]]:
     """Rows of a rank with several stages: it receives after the pass before, and reduces once."""
     free = 0
-    for row in sorted(rows, key=lambda row: (row["end_ns"], row["start_ns"])):
+    for row in sorted(rows, key=lambda row: (row["end_ns"], row["operation"] not in COMPUTE)):
         if row["operation"] in COMPUTE:
             free = row["end_ns"]
         elif row["operation"].startswith("receive"):
