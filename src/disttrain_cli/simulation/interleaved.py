@@ -40,12 +40,14 @@ def simulate(pipeline: Pipeline) -> Timeline:
         starts_s[turn] = ready
         ready += times_s[turn]
         free[at] = ends_s[turn] = ready
-    forward, backward = (
-        [table[program.places[what]].swapaxes(0, 1) for table in (starts_s, ends_s)]
-        for what in (FORWARD, BACKWARD)
+    starts, ends = (table[program.places].swapaxes(1, 2) for table in (starts_s, ends_s))
+    return Timeline(
+        starts[FORWARD],
+        ends[FORWARD],
+        starts[BACKWARD],
+        ends[BACKWARD],
+        _reduced_s(pipeline, program, free, ends_s) + pipeline.closing_s,
     )
-    reduced_s = _reduced_s(pipeline, program, free, ends_s)
-    return Timeline(*forward, *backward, reduced_s + pipeline.closing_s)
 
 
 def _reduced_s(pipeline: Pipeline, program: _Program, free: Floats, ends_s: Floats) -> float:
