@@ -52,4 +52,5 @@ def test_a_slow_stage_is_found(tmp_path: Path, job: tuple[Profile, Layout]) -> N
     simulated.write(tmp_path, *job, STEPS, stretch={(3, True): 1.5, (3, False): 1.5})
     found = analyze([tmp_path])
     assert found.verdict.place is not None and found.verdict.place.stage == 3
-    assert abs(found.stragglers.lost_s["unexplained"]) < 1e-3 * found.summary.iteration_s
+    assert found.job.iteration_s is not None
+    assert abs(found.stragglers.lost_s["unexplained"]) < 1e-3 * found.job.iteration_s

@@ -185,8 +185,8 @@ def brokers(
             receives,
             dtype,
             device,
-            grid and grid.tp,
-            grid and grid.cp,
+            None if grid is None else grid.tp,
+            None if grid is None else grid.cp,
             leaving=ways.get((here, there)),
             coming=ways.get((there, here)),
         )
