@@ -107,6 +107,8 @@ def write(
 ) -> list[Timeline]:
     """Write the traces and return what was simulated; `disturbed` as of `play`.
 
+    Ranks with several stages wait for the tensors of one at a time.
+
     Args:
         data: from which step on other sizes than the profile's are read.
         stretch: times as long as the profile says, by (stage of the pipeline, is forward).
@@ -118,12 +120,15 @@ def write(
     for step, (batch, loads, pipeline, timeline) in enumerate(played):
         held_s = _held_s(pipeline, disturbed.get("held_up", ()), step)
         for rank, row in _rows(profile, layout, stages, loads, timeline, pipeline, held_s, clock):
+            rank %= layout.gpus_used  # stages are numbered round the ranks
             rows.setdefault(rank, []).append(row | {"step": step, "rank": rank})
         clock += round(1e9 * timeline.iteration_s)
         reported.append(_step(step, batch, timeline, clock))
         sizes += [row | {"step": step} for row in _sizes(batch)]
         timelines.append(timeline)
     for rank, own in rows.items():
+        if layout.units[0].chunks > 1:
+            own = list(_in_turn(own, layout.units[0].pp))
         table(folder / f"rank-{rank:05d}" / "segment-00000.parquet", own, TRACE_COLUMNS)
     table(folder / "steps" / "segment-00000.parquet", reported, STEP_COLUMNS)
     table(folder / "sizes" / "segment-00000.parquet", sizes, SIZE_COLUMNS)
@@ -297,6 +302,19 @@ def _rows(
             yield rank, row("reduce", free, done_ns, bytes=int(pipeline.reduce_s[number] > 0))
             yield rank, row("step", done_ns, stepped_ns)
             rank += 1
+
+
+def _in_turn(rows: list[dict[str, Any]], devices: int) -> Iterator[dict[str, Any]]:
+    """Rows of a rank with several stages: it receives after the pass before, and reduces once."""
+    free = 0
+    for row in sorted(rows, key=lambda row: (row["end_ns"], row["operation"] not in COMPUTE)):
+        if row["operation"] in COMPUTE:
+            free = row["end_ns"]
+        elif row["operation"].startswith("receive"):
+            row["start_ns"] = max(row["start_ns"], free)
+        elif row["stage"] >= devices:  # end of the step
+            continue
+        yield row
 
 
 def _computed(timeline: Timeline, stage: CostedStage) -> list[tuple[Floats, Floats]]:

@@ -137,11 +137,11 @@ def _counted(
     per_peer = 32 if not ctas else ctas if alone else 4
     while not alone and per_peer > 1 and per_peer * -(-len(ranks) // 8) > ctas:
         per_peer //= 2
-    if one is not None and one.way is not None:
-        sends = rank in graph.stages[one.way[0]].ranks
+    if one is not None and one.ways:
+        sends = rank in graph.stages[one.ways[0][0]].ranks
         messages = {
             (peer, channel, sends)
-            for peer in peers(graph, one.way, rank)
+            for peer in peers(graph, one.ways[0], rank)
             for channel in range(per_peer)
         }
     elif kind == "context parallel":

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from threading import Barrier
 from types import SimpleNamespace
@@ -23,6 +24,7 @@ from disttrain_cli.models.experts import (
     expert_weights,
     join_experts,
     prepare,
+    recomputing,
     shard_experts,
 )
 from disttrain_cli.models.library_decoder import library_decoder
@@ -177,7 +179,14 @@ def test_rows_are_counted_in_training_and_once_where_activations_are_recomputed(
     with torch.no_grad():
         layer["experts"](rows, index, weights)
     assert counted.tolist() == [4, 3, 0, 5]
-    checkpoint(layer["experts"], rows, index, weights, use_reentrant=False).sum().backward()
+    checkpoint(
+        layer["experts"],
+        rows,
+        index,
+        weights,
+        use_reentrant=False,
+        context_fn=lambda: (nullcontext(), recomputing()),
+    ).sum().backward()
     assert counted.tolist() == [8, 6, 0, 10]
     layer.eval()["experts"](rows, index, weights)
     assert counted.tolist() == [8, 6, 0, 10]

@@ -11,8 +11,9 @@ from disttrain_cli.costs.memory import layout_memory
 from disttrain_cli.costs.replicated import undealt
 from disttrain_cli.planning.draws import Draws
 from disttrain_cli.planning.interleaved import cut_into, interleaved_s
-from disttrain_cli.planning.predict import simulated_s
-from disttrain_cli.planning.units import Cluster
+from disttrain_cli.planning.predict import predict, simulated_s
+from disttrain_cli.planning.split_backward import timed
+from disttrain_cli.planning.units import Cluster, units_of
 from disttrain_cli.spec.plan import Layout, UnitPlan
 from disttrain_cli.spec.profile import Profile
 from tests.planning import synthetic
@@ -76,6 +77,29 @@ def test_chunks_of_a_layout(overlap: bool) -> None:
     assert interleaved_s(profile, layout, cluster, draws, 4) == math.inf  # 16 chunks of 14 layers
     odd = made(slots=6)
     assert interleaved_s(*odd[:1], odd[2], odd[1], Draws(odd[0], odd[1]), 2) == math.inf
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_plan_with_chunks_is_predicted(overlap: bool) -> None:
+    profile, cluster, layout = made(overlap)
+    draws = Draws(profile, cluster)
+    cut = cut_into(profile, layout, 2)
+    assert cut is not None and cut.units[0].gpus == layout.gpus_used
+    predicted = predict(units_of(profile, cluster, cut), cut, cluster, draws)
+    expected = interleaved_s(profile, layout, cluster, draws, 2)
+    assert predicted.iteration_s == pytest.approx(expected, rel=1e-12)
+    plain = predict(units_of(profile, cluster, layout), layout, cluster, draws)
+    assert predicted.bubble_fraction < plain.bubble_fraction
+    assert predicted.kernel_mfu == pytest.approx(plain.kernel_mfu)
+    assert [stage.stage for stage in predicted.memory] == list(range(4))
+    assert [stage.stage for stage in predicted.stages] == list(range(8))
+    states = ("weights_gib", "gradients_gib", "optimizer_gib")
+    for part in states:
+        held = [
+            sum(getattr(one, part) for one in each) for each in (predicted.memory, plain.memory)
+        ]
+        assert held[0] == pytest.approx(held[1])
+    assert timed(profile, replace(cluster, splits=True), cut, draws=draws)[0] == cut
 
 
 def test_chunks_keep_more_slots_in_flight() -> None:

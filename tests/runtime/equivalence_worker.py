@@ -137,7 +137,7 @@ def ranks(payload: dict[str, Any]) -> None:
             plan = Plan.model_validate(case["plan"])
             graph = stage_graph(plan.plan, "llm", tied_layers(layer_table(run)))
             place = graph.coords(int(os.environ["RANK"]))
-            stage_layers = layer_table(run)[place.stage.layers.start : place.stage.layers.stop]
+            table = layer_table(run)
             out = Path(case["out"])
             broker._gather = _reversed_rows if case["name"] == "faulty" else GATHER
             slotwise = case["name"].startswith(SLOTWISE)
@@ -155,7 +155,7 @@ def ranks(payload: dict[str, Any]) -> None:
                 orders,
                 unit=place.unit.name,
                 replica=place.replica,
-                fields=fields_of(stage_layers, place.unit),
+                fields=fields_of([table[layer] for layer in place.layers], place.unit),
             ) as loader:
                 for step in range(first, first + case["steps"]):
                     tracer.step, order = step, loader.order(step)
@@ -182,7 +182,7 @@ def check_experts(engine: UnitEngine, run: Run) -> None:
 def check_twins(engine: UnitEngine) -> None:
     """That both copies of a tied weight, and what the optimizers keep of them, are equal bit by
     bit."""
-    twins = engine.module.mpu().twins
+    twins = engine.grid.twins
     if twins is None:
         return
     engine.settle()

@@ -8,14 +8,21 @@ import numpy as np
 import pytest
 
 from disttrain_cli.schedule.interleaved import passes
-from disttrain_cli.simulation.interleaved import step_s
+from disttrain_cli.simulation.interleaved import simulate
+from disttrain_cli.simulation.shared_cores import simulate_shared
 from disttrain_cli.simulation.timeline import Pipeline
 from disttrain_cli.spec.trace import BACKWARD, FORWARD
 from tests.schedule.test_interleaved import SHAPES
 
 
-def pipeline(count: int, forward_s: np.ndarray, backward_s: np.ndarray, transfer_s: float = 0.0):
-    """A pipeline of so many chunks in a line, of one replica."""
+def pipeline(
+    count: int,
+    forward_s: np.ndarray,
+    backward_s: np.ndarray,
+    reduced_s: np.ndarray,
+    transfer_s: float = 0.0,
+):
+    """A pipeline of so many chunks in a line, of one replica, on devices that reduce so long."""
     return Pipeline(
         replicas=np.ones(count, dtype=np.int64),
         entry=np.arange(count) == 0,
@@ -23,7 +30,8 @@ def pipeline(count: int, forward_s: np.ndarray, backward_s: np.ndarray, transfer
         forward_s=forward_s[..., None],
         backward_s=backward_s[..., None],
         transfer_s=np.full(count - 1, transfer_s),
-        reduce_s=np.zeros(count),
+        reduce_s=np.resize(reduced_s, count),
+        devices=len(reduced_s),
     )
 
 
@@ -31,7 +39,9 @@ def pipeline(count: int, forward_s: np.ndarray, backward_s: np.ndarray, transfer
 def test_the_bubble_of_equal_chunks(devices: int, chunks: int, slots: int) -> None:
     count, forward, backward = devices * chunks, 1.0, 2.0
     ones = np.ones((slots, count))
-    taken = step_s(pipeline(count, forward * ones, backward * ones), np.zeros(devices))
+    step = simulate(pipeline(count, forward * ones, backward * ones, np.zeros(devices)))
+    taken = step.iteration_s
+    assert step.busy_s.tolist() == [[slots * (forward + backward)]] * count
     ideal = slots * chunks * (forward + backward)
     assert taken / ideal - 1 == pytest.approx((devices - 1) / (chunks * slots))
 
@@ -66,10 +76,12 @@ def test_any_durations(devices: int, chunks: int, slots: int) -> None:
             break
         for after, end in late:
             ends[after] = max(ends[after], end)
-    simulated = step_s(
-        pipeline(count, times[FORWARD], times[BACKWARD], transfer_s),
-        np.arange(devices, dtype=float),
-    )
+    reduced_s = np.arange(devices, dtype=float)
+    own = pipeline(count, times[FORWARD], times[BACKWARD], reduced_s, transfer_s)
+    simulated = simulate(own).iteration_s
+    alone = simulate_shared(own, devices, devices)
+    assert alone.iteration_s == pytest.approx(simulated)
+    assert alone.backward_end == pytest.approx(simulate(own).backward_end)
     device_ends = [
         max(end for (_, chunk, _), end in ends.items() if chunk % devices == device)
         for device in range(devices)

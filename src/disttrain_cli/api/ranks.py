@@ -114,8 +114,10 @@ def dry_run_steps(
     """
     opened = open_run(run)
     chosen, profile = checked_plan(opened, plan)
+    from disttrain_cli.planning.check import refuse_chunks
     from disttrain_cli.runtime.dryrun.dryrun import dry_run as step
 
+    refuse_chunks(chosen, "run steps on a fake device of")
     return step(opened, chosen, profile, progress)
 
 
@@ -145,13 +147,14 @@ def _stages(chosen: Plan, graph: StageGraph, nodes: Sequence[Node]) -> list[Stag
 
 def _groups(graph: StageGraph, what: str) -> list[list[int]]:
     """Return all groups of tensor, context, expert or data parallelism, by stage."""
+    stages = graph.first_stages
     if what == "tp":
-        return [group for stage in graph.stages for group in stage.tp_groups()]
+        return [group for stage in stages for group in stage.tp_groups()]
     if what == "cp":
-        return [group for stage in graph.stages if stage.cp > 1 for group in stage.cp_groups()]
+        return [group for stage in stages if stage.cp > 1 for group in stage.cp_groups()]
     if what == "ep":
-        return [group for stage in graph.stages if stage.ep > 1 for group in stage.ep_groups()]
-    return [stage.dp_group(tp_rank) for stage in graph.stages for tp_rank in range(stage.tp)]
+        return [group for stage in stages if stage.ep > 1 for group in stage.ep_groups()]
+    return [stage.dp_group(tp_rank) for stage in stages for tp_rank in range(stage.tp)]
 
 
 def _commands(run: Run, nodes: Sequence[Node], kind: Kind | None, train: str) -> list[str]:

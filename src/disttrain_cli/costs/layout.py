@@ -142,6 +142,24 @@ def _trained(
     )
 
 
+def by_device(stages: Sequence[CostedStage]) -> list[CostedStage]:
+    """Return the stages, those on the same ranks (`UnitPlan.chunks`) as one with all layers."""
+    alike: dict[tuple[int, ...], list[CostedStage]] = {}
+    for stage in stages:
+        alike.setdefault(stage.ranks, []).append(stage)
+    return [
+        replace(
+            next((one for one in own if one.twin is not None), own[0]),
+            held=[layer for one in own for layer in one.held],
+            numbers=[count for one in own for count in one.numbers],
+            expert_numbers=[count for one in own for count in one.expert_numbers],
+        )
+        if len(own) > 1
+        else own[0]
+        for own in alike.values()
+    ]
+
+
 def _shared(profile: Profile, unit: UnitPlan, does: Mapping[str, Sequence[Backward]]) -> int:
     """Return the trained parameters that two layers of a unit share, on one rank."""
     for name in unit.modules:
@@ -369,7 +387,9 @@ def copies_s(profile: Profile, layout: Layout, stage: CostedStage, gpus_per_node
     """
     if stage.twin is None or not stage.copied:
         return 0.0
-    distance = (stage.twin - stage.number) * len(stage.ranks)  # the two stages belong to one unit
+    devices = stage.unit.pp  # of the one unit that the two stages belong to
+    twin = stage.index + stage.twin - stage.number
+    distance = (twin % devices - stage.index % devices) * len(stage.ranks)
     inside = all(in_one_node([rank, rank + distance], gpus_per_node) for rank in stage.ranks)
     share = stage.unit.dp_cp_size if layout.zero_stage == 1 else 1
     return all_reduce_s(profile.links.of(inside), stage.copied * GRADIENT_BYTES / share, 2)

@@ -26,12 +26,14 @@ from disttrain_cli.costs.activations import at_worst, deferred_share, kept_share
 from disttrain_cli.costs.experts import of_others, own_trained
 from disttrain_cli.costs.freezing import backwards
 from disttrain_cli.costs.memoised import memoised
+from disttrain_cli.schedule.interleaved import passes
 from disttrain_cli.schedule.one_f_one_b import slots_in_flight
 from disttrain_cli.spec.layer_costs import LayerShard
 from disttrain_cli.spec.plan import Layout, StageMemory, UnitPlan
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.shape import ParallelShape
 from disttrain_cli.spec.stage_graph import Stage, StageGraph, neighbours, stage_graph
+from disttrain_cli.spec.trace import BACKWARD, FORWARD
 
 Floats = NDArray[np.float64]
 Count = int | NDArray[np.int64]
@@ -251,7 +253,7 @@ def _shards(profile: Profile, modules: Sequence[str], *, tp: int) -> list[LayerS
 
 
 def layout_memory(profile: Profile, layout: Layout, limit_gib: float) -> list[StageMemory]:
-    """Return the peak memory of every stage of a layout.
+    """Return the peak memory of every stage of a layout, or of its ranks' stages together.
 
     Slots in flight on a stage of a 1F1B pipeline: the stages from it to the end of its branch, at
     most n. Gradients in fp32 appear in a step's first backward, which has all slots in flight if
@@ -317,7 +319,7 @@ def layout_memory(profile: Profile, layout: Layout, limit_gib: float) -> list[St
                 deferred[span] * later,
                 stage.weight_delay or 0,
             )
-            messages = float(moved.of_stage(stage.index == 0, stage.index == unit.pp - 1)[0])
+            messages = float(moved.of_stage(stage.index == 0, stage.index == unit.stages - 1)[0])
             moving = keeps + transient + messages
             parts = {
                 "weights": weight_bytes,
@@ -338,6 +340,55 @@ def layout_memory(profile: Profile, layout: Layout, limit_gib: float) -> list[St
                     **{f"{name}_gib": size / GIB for name, size in parts.items()},
                 )
             )
+        if unit.chunks > 1:
+            spans = [slice(stage.layers.start, stage.layers.stop) for stage in local]
+            sizes = [(activations[span], np.maximum(activations, whole)[span]) for span in spans]
+            result = _of_devices(unit, layout.microbatches, result, sizes, waste)
+    return result
+
+
+def _of_devices(
+    unit: UnitPlan,
+    slots: int,
+    stages: Sequence[StageMemory],
+    sizes: Sequence[tuple[Floats, Floats]],
+    waste: float,
+) -> list[StageMemory]:
+    """Return the memory of ranks with several stages each, in the order of interleaved 1F1B.
+
+    Args:
+        unit: the layout's only one.
+        slots: of a step.
+        stages: each as if it had ranks of its own.
+        sizes: by stage, saved activations and working memory of its layers.
+        waste: share of moving memory that fragmentation takes.
+    """
+    keeps = [float(kept.sum()) for kept, _ in sizes]
+    runs = [float((np.cumsum(kept) - kept + working).max()) for kept, working in sizes]
+    result: list[StageMemory] = []
+    for device in range(unit.pp):
+        held, most = 0.0, (0.0, 0.0)  # held from forwards, and at the fullest moment with the rest
+        for what, stage, _ in passes(unit.pp, unit.chunks, slots, device):
+            others = held - keeps[stage] * (what == BACKWARD)
+            most = max(most, (others + runs[stage], others))
+            held = others + keeps[stage] * (what == FORWARD)
+        own = stages[device :: unit.pp]
+        parts = {
+            part: sum(getattr(one, f"{part}_gib") for one in own)
+            for part in ("weights", "gradients", "optimizer", "messages")
+        }
+        parts["activations"], parts["transient"] = most[1] / GIB, (most[0] - most[1]) / GIB
+        parts["fragmentation"] = waste * (most[0] / GIB + parts["messages"])
+        parts["reserve"] = max(one.reserve_gib for one in own)
+        result.append(
+            StageMemory(
+                unit=unit.name,
+                stage=device,
+                peak_gib=sum(parts.values()),
+                limit_gib=own[0].limit_gib,
+                **{f"{part}_gib": size for part, size in parts.items()},
+            )
+        )
     return result
 
 

@@ -16,6 +16,8 @@ ranks of a TP group have different rows here anyway (`parallel`), so that no row
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -31,6 +33,7 @@ from disttrain_cli.models.layer import PipelineLayer
 from disttrain_cli.models.tensor_parallel import narrow
 
 Ints = NDArray[np.int64]
+_RECOMPUTING: ContextVar[bool] = ContextVar("recomputing", default=False)
 
 
 @cache
@@ -117,14 +120,23 @@ def count_rows(layer: PipelineLayer, device: torch.device) -> Tensor | None:
     rows_E = torch.zeros(layer.experts[0], dtype=torch.int64, device=device)
 
     def count(part: nn.Module, given: tuple[Tensor, ...]) -> None:
-        # inside a backward (task id) it is a recomputation
-        if part.training and torch._C._current_graph_task_id() < 0:
+        if part.training and not _RECOMPUTING.get():
             chosen_S = given[1].flatten()
             rows_E.scatter_add_(0, chosen_S, torch.ones_like(chosen_S))
 
     for _, part in mixtures(layer):
         part.register_forward_pre_hook(count)
     return rows_E
+
+
+@contextmanager
+def recomputing() -> Iterator[None]:
+    """Mark forwards of this thread as recomputations, which `count_rows` does not count."""
+    token = _RECOMPUTING.set(True)
+    try:
+        yield
+    finally:
+        _RECOMPUTING.reset(token)
 
 
 def _dispatched(

@@ -87,8 +87,11 @@ def unit_stages_ms(
 
 
 def planned_stages_ms(unit: Unit, plan: UnitPlan, slot_sequences: int) -> list[float]:
-    """Return `unit_stages_ms` of a unit in a layout."""
-    return unit_stages_ms(unit, plan.shape, plan.layers_per_stage, slot_sequences, plan.tp_overlap)
+    """Return `unit_stages_ms` of a unit in a layout; with `chunks`, of all stages of each rank."""
+    times_ms = unit_stages_ms(
+        unit, plan.shape, plan.layers_per_stage, slot_sequences, plan.tp_overlap
+    )
+    return [sum(times_ms[device :: plan.pp]) for device in range(plan.pp)]
 
 
 def layout_time(units: list[Unit], layout: Layout) -> Time:

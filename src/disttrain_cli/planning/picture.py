@@ -73,17 +73,17 @@ def rows_of(
 
     Never fewer than one per unit.
     """
-    shown = _shares([unit.pp for unit in layout.units], most)
+    shown = _shares([unit.stages for unit in layout.units], most)
     busy = np.nan_to_num(timeline.busy_s, nan=-1.0)
     exposed_s, lead_s = pipeline.exposed_s, pipeline.lead_s
     updates_at = timeline.iteration_s - pipeline.closing_s
     rows: list[Row] = []
     first = 0
     for unit, count in zip(layout.units, shown, strict=True):
-        for index in np.unique(np.linspace(0, unit.pp - 1, count).round().astype(int)):
+        for index in np.unique(np.linspace(0, unit.stages - 1, count).round().astype(int)):
             stage = first + int(index)
             replica = int(busy[stage].argmax())
-            which = f" {index + 1}/{unit.pp}" if unit.pp > 1 else ""
+            which = f" {index + 1}/{unit.stages}" if unit.stages > 1 else ""
             copies = f" ×{unit.dp}" if unit.dp > 1 else ""
             index_of = (slice(None), stage, replica)
             passes = [(timeline.backward_start, timeline.backward_end)]
@@ -110,7 +110,7 @@ def rows_of(
                     ),
                 )
             )
-        first += unit.pp
+        first += unit.stages
     return rows
 
 

@@ -294,7 +294,7 @@ def _unit_times(
 ) -> list[UnitTime]:
     rows, first = [], 0
     for unit in layout.units:
-        stages = slice(first, first + unit.pp)
+        stages = slice(first, first + unit.stages)
         times = [_own(step.pipeline, stages, dp=unit.dp) for step in steps]
         forward, backward, weights = np.mean(
             [[part.sum(axis=1).mean() for part in parts] for parts in times], axis=0
@@ -315,7 +315,7 @@ def _unit_times(
                 mfu=_mfu(profile.device, layout, flops[stages], unit.gpus, iteration_s),
             )
         )
-        first += unit.pp
+        first += unit.stages
     return rows
 
 

@@ -49,7 +49,8 @@ def timed(
 ) -> tuple[Layout, float]:
     """Return the layout with the best delays, and the mean time of its steps over some batches.
 
-    Without split backwards in the cluster, the layout is unchanged.
+    Without split backwards in the cluster, or with several stages on a rank, the layout is
+    unchanged.
 
     Args:
         layout: with unsplit backwards, which it keeps if the split gains less than `LEAST_GAIN`.
@@ -88,7 +89,8 @@ def _timed(
         return float(np.concatenate([steps_s(pipelines(layout, part)) for part in parts]).mean())
 
     whole_s = mean_s(layout)
-    most = most_delays(profile, layout, cluster.memory_gib) if cluster.splits else [None]
+    splits = cluster.splits and all(unit.chunks == 1 for unit in layout.units)
+    most = most_delays(profile, layout, cluster.memory_gib) if splits else [None]
     if all(delay is None for delay in most):
         return layout, whole_s
     unsplit = with_delays(layout, [None if m is None else 0 for m in most])

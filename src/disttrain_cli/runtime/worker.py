@@ -91,8 +91,8 @@ def main(payload: dict[str, Any]) -> None:
         job = join(payload, stack)
         task, coords = job.task, job.coords
         run, plan, rank0 = task.run, task.plan, coords.rank == 0
-        layers = layer_table(run)[coords.stage.layers.start : coords.stage.layers.stop]
-        fields = fields_of(layers, coords.unit)
+        table = layer_table(run)
+        fields = fields_of([table[layer] for layer in coords.layers], coords.unit)
 
         stops = StopRequests(stop_file(task.dir.logs) if rank0 else None)
         tracks, samples = rank0 and run.file.train.track, None

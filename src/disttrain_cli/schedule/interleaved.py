@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from disttrain_cli.schedule import one_f_one_b
-from disttrain_cli.schedule.program import AT_END, Instruction
-from disttrain_cli.spec.trace import BACKWARD, COMPUTE, FORWARD
+from disttrain_cli.spec.trace import BACKWARD, FORWARD
 
 
 class Pass(NamedTuple):
@@ -83,33 +82,3 @@ def turns(orders: Sequence[Sequence[Pass]], stages: int) -> dict[Pass, int]:
                 done[device] += 1
         assert len(turn_of) > before, "the schedule deadlocks"
     return turn_of
-
-
-def programs(devices: int, chunks: int, slots: int) -> list[list[Instruction]]:
-    """Return the instructions of every device.
-
-    Both ends of a message place it after the turn of the pass that it comes from, gradients first:
-    one order of all messages for all devices, so that none waits forever even if sends block.
-    """
-    stages = devices * chunks
-    orders = [passes(devices, chunks, slots, device) for device in range(devices)]
-    turn_of = turns(orders, stages)
-    events: list[list[tuple[tuple[int, ...], Instruction]]] = [[] for _ in range(devices)]
-
-    def add(key: tuple[int, ...], operation: str, one: Pass) -> None:
-        chunk, device = divmod(one.stage, devices)
-        events[device].append((key, Instruction(operation, one.slot, chunk)))
-
-    for one, turn in turn_of.items():
-        source = awaited(one, stages)
-        if source is not None and source.stage != one.stage:
-            key = turn_of[source], 1, -one.operation, source.stage
-            what = "activation" if one.operation == FORWARD else "gradient"
-            add(key, f"send_{what}", source)
-            add(key, f"receive_{what}", one)
-        if one.operation == FORWARD:
-            add((turn, 0, 0), "load", one)
-        add((turn, 0, 1), COMPUTE[one.operation], one)
-    return [
-        [*(one for _, one in sorted(of_device)), *map(Instruction, AT_END)] for of_device in events
-    ]

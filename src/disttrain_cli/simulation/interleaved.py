@@ -10,20 +10,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from disttrain_cli.schedule.interleaved import Pass, awaited, passes, turns
-from disttrain_cli.simulation.timeline import Floats, Pipeline
+from disttrain_cli.simulation.timeline import Floats, Pipeline, Timeline
 from disttrain_cli.spec.trace import BACKWARD, FORWARD
 
 Ints = NDArray[np.int64]
 
 
-def step_s(pipeline: Pipeline, reduced_s: Floats) -> float:
-    """Return the time of a step whose stages are chunks, the c-th on device c mod PP.
-
-    Args:
-        reduced_s: [PP] reduction of all chunks of each device, if not overlapped with passes.
-    """
+def simulate(pipeline: Pipeline) -> Timeline:
+    """Return the timeline of a step whose stages take turns on `Pipeline.devices`."""
+    assert pipeline.load_s is None and pipeline.weight_s is None
     slots, count, replicas = pipeline.forward_s.shape
-    devices = len(reduced_s)
+    devices = pipeline.devices
     program = _program(devices, count, slots)
     leads = _leads_s(pipeline, devices)
     # by index in the program; nothing waits for the last row
@@ -32,6 +29,7 @@ def step_s(pipeline: Pipeline, reduced_s: Floats) -> float:
     least_s = np.zeros_like(times_s)
     least_s[program.places[FORWARD, :, 0]] = leads
     hold_s = np.append(pipeline.transfer_s, 0.0)[program.cuts][:, None]
+    starts_s = np.empty_like(times_s)
     ends_s, free = np.zeros((len(times_s) + 1, replicas)), np.zeros((devices, replicas))
     for begin, stop in pairwise(program.turns):
         turn, at = slice(begin, stop), program.devices[begin:stop]
@@ -39,17 +37,36 @@ def step_s(pipeline: Pipeline, reduced_s: Floats) -> float:
         ready += hold_s[turn]
         np.maximum(ready, least_s[turn], out=ready)
         np.maximum(ready, free.take(at, axis=0), out=ready)
+        starts_s[turn] = ready
         ready += times_s[turn]
         free[at] = ends_s[turn] = ready
+    starts, ends = (table[program.places].swapaxes(1, 2) for table in (starts_s, ends_s))
+    return Timeline(
+        starts[FORWARD],
+        ends[FORWARD],
+        starts[BACKWARD],
+        ends[BACKWARD],
+        _reduced_s(pipeline, program, free, ends_s) + pipeline.closing_s,
+    )
+
+
+def _reduced_s(pipeline: Pipeline, program: _Program, free: Floats, ends_s: Floats) -> float:
+    """Return the end of the last reduction.
+
+    Args:
+        free: [devices, R] end of each device's last pass.
+        ends_s: of all passes, by index in the program.
+    """
+    devices, count = len(free), len(pipeline.replicas)
     if pipeline.reducing is None:
-        return float((free + reduced_s[:, None]).max()) + pipeline.closing_s
+        return float((free + pipeline.reduce_s[:devices, None]).max())
     left_s = pipeline.reducing.left_s(pipeline.backward_s[-1])
     sent_s = pipeline.reducing.until_s.max(axis=0)
     sent = np.zeros_like(free)  # end of each chunk's messages, queued after those of later chunks
     for chunk in reversed(range(count)):
         device, end_s = chunk % devices, ends_s[program.places[BACKWARD, chunk, -1]]
         sent[device] = np.maximum(sent[device] + sent_s[chunk], end_s + left_s[chunk])
-    return float(sent.max()) + pipeline.closing_s
+    return float(sent.max())
 
 
 class _Program(NamedTuple):

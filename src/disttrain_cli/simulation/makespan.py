@@ -15,7 +15,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from disttrain_cli.simulation.pipeline import Program, following, program_of
+from disttrain_cli.simulation.pipeline import Program, following, program_of, simulate
 from disttrain_cli.simulation.timeline import Floats, Pipeline
 
 NUMBERS = 16_384  # numbers per update, about: more do not fit into the fast caches
@@ -25,6 +25,8 @@ MOST_PARTS = 256  # cached weight gradients, by stage and delay
 
 def steps_s(pipelines: Sequence[Pipeline]) -> Floats:
     """Return [K] times of steps of one layout without waits for data."""
+    if pipelines[0].devices:
+        return np.array([simulate(pipeline).iteration_s for pipeline in pipelines])
     parts_s = zip(*(pipeline.parts_s for pipeline in pipelines), strict=True)
     return iterations_s(pipelines[0], *(np.stack(part_s, axis=-1) for part_s in parts_s))
 

@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from disttrain_cli.schedule.one_f_one_b import inputs, last_slots, ticks, weights_after
+from disttrain_cli.simulation import interleaved
 from disttrain_cli.simulation.feeding import Feed, feeds_of, load_waits_s
 from disttrain_cli.simulation.timeline import Floats, Pipeline, Timeline
 from disttrain_cli.spec.trace import BACKWARD, FORWARD
@@ -141,6 +142,8 @@ def program_of(pipeline: Pipeline) -> Program:
 
 def _step(pipeline: Pipeline, feeds: Sequence[Feed]) -> Timeline:
     """Simulate one step; the feeds continue from the one before."""
+    if pipeline.devices:
+        return interleaved.simulate(pipeline)
     program = program_of(pipeline)
     first, stage_of = program.first, program.stage_of
     ranks, stages = len(stage_of), len(program.ticks)

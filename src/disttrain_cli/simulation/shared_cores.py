@@ -1,4 +1,4 @@
-"""1F1B on the shared cores of one machine: event-driven processor sharing, for few ranks.
+"""A pipeline on the shared cores of one machine: event-driven processor sharing, for few ranks.
 
 Times were measured with `shared_by` processes on `cores` cores at once, so each got min(1,
 cores/shared_by) of a core. With k ranks computing each gets min(1, cores/k): operations run faster
@@ -8,9 +8,12 @@ need cores too: none overlap with passes, whatever the pipeline's fields.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
-from disttrain_cli.schedule.one_f_one_b import inputs, passes
+from disttrain_cli.schedule import interleaved, one_f_one_b
+from disttrain_cli.schedule.one_f_one_b import inputs
 from disttrain_cli.simulation.timeline import Pipeline, Timeline
 from disttrain_cli.spec.trace import COMPUTE
 
@@ -28,9 +31,13 @@ def simulate_shared(pipeline: Pipeline, cores: int, shared_by: int) -> Timeline:
     slots, stages, _ = pipeline.forward_s.shape
     replicas, later = pipeline.replicas.tolist(), pipeline.weight_delay
     delays = [None] * stages if pipeline.weight_s is None or later is None else later.tolist()
-    orders = [
-        passes(slots, to_end, delay)
-        for to_end, delay in zip(pipeline.to_end.tolist(), delays, strict=True)
+    # passes of each rank of a replica as (operation, stage, slot)
+    orders: list[Sequence[tuple[int, int, int]]] = [
+        interleaved.passes(pipeline.devices, stages // pipeline.devices, slots, device)
+        for device in range(pipeline.devices)
+    ] or [
+        [(what, stage, slot) for what, slot in one_f_one_b.passes(slots, to_end, delay)]
+        for stage, (to_end, delay) in enumerate(zip(pipeline.to_end.tolist(), delays, strict=True))
     ]
     # by (operation, stage): stage, transfer in s, and True if it crosses into a unit
     received = {
@@ -47,22 +54,22 @@ def simulate_shared(pipeline: Pipeline, cores: int, shared_by: int) -> Timeline:
     complete = np.full(shape[:-1], np.inf).tolist()
     missing = np.broadcast_to(pipeline.replicas, shape[:-1]).tolist()
     position = {
-        (stage, replica): 0 for stage in range(stages) for replica in range(replicas[stage])
+        (device, replica): 0 for device in range(len(orders)) for replica in range(replicas[device])
     }
     running: dict[tuple[int, int], float] = {}  # rank → remaining work, in s at the measured speed
     now = 0.0
     while position:
         arrivals: list[float] = []
-        for (stage, replica), index in position.items():
-            if (stage, replica) in running:
+        for (device, replica), index in position.items():
+            if (device, replica) in running:
                 continue
-            what, slot = orders[stage][index]
+            what, stage, slot = orders[device][index]
             ready = 0.0
             for other, transfer_s, crosses in received.get((what, stage), ()):
                 end = complete[what][slot][other] if crosses else ends[what][slot][other][replica]
                 ready = max(ready, np.inf if end != end else end + transfer_s)
             if ready <= now:
-                running[stage, replica] = durations[what][slot][stage][replica]
+                running[device, replica] = durations[what][slot][stage][replica]
                 starts[what][slot][stage][replica] = now
             elif ready < np.inf:
                 arrivals.append(ready)
@@ -77,14 +84,14 @@ def simulate_shared(pipeline: Pipeline, cores: int, shared_by: int) -> Timeline:
                 running[rank] = left - elapsed * rate
                 continue
             del running[rank]
-            stage, replica = rank
-            what, slot = orders[stage][position[rank]]
+            device, replica = rank
+            what, stage, slot = orders[device][position[rank]]
             ends[what][slot][stage][replica] = now
             missing[what][slot][stage] -= 1
             if not missing[what][slot][stage]:
                 complete[what][slot][stage] = now
             position[rank] += 1
-            if position[rank] == len(orders[stage]):
+            if position[rank] == len(orders[device]):
                 del position[rank]
     (forward, backward, weights) = zip(map(np.array, starts), map(np.array, ends), strict=True)
     last = np.nanmax([backward[1], weights[1]], axis=(0, 1, 3))

@@ -8,7 +8,14 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from disttrain_cli.costs.layout import CostedStage, optimizer_s, reduce_s, replica_ms, transfers_s
+from disttrain_cli.costs.layout import (
+    CostedStage,
+    by_device,
+    optimizer_s,
+    reduce_s,
+    replica_ms,
+    transfers_s,
+)
 from disttrain_cli.costs.overlap import hidden
 from disttrain_cli.costs.preparing import prepare_s
 from disttrain_cli.simulation.timeline import Pipeline
@@ -53,6 +60,8 @@ def pipelines_of(
     reducing, gathering = (
         hidden(profile, layout, stages, gpus_per_node) if layout.overlap else (None, None)
     )
+    devices = by_device(stages)
+    reduced_s = [reduce_s(profile, layout, device, gpus_per_node) for device in devices]
     first = Pipeline(
         replicas=np.array([stage.unit.dp for stage in stages]),
         entry=np.array([stage.index == 0 for stage in stages]),
@@ -60,8 +69,9 @@ def pipelines_of(
         forward_s=times_s[0][FORWARD],
         backward_s=times_s[0][BACKWARD],
         transfer_s=transfers_s(profile, layout, stages, gpus_per_node),
-        reduce_s=np.array([reduce_s(profile, layout, stage, gpus_per_node) for stage in stages]),
-        step_s=max(optimizer_s(profile, layout, stage, gpus_per_node) for stage in stages),
+        reduce_s=np.resize(reduced_s, len(stages)),
+        step_s=max(optimizer_s(profile, layout, device, gpus_per_node) for device in devices),
+        devices=len(devices) if len(devices) < len(stages) else 0,
         reducing=reducing,
         gathering=gathering,
         weight_s=times_s[0][WEIGHTS] if split else None,

@@ -42,6 +42,9 @@ class Pipeline:
     # the next step
     reducing: Hidden | None = None
     gathering: Hidden | None = None
+    # ranks of a replica that stages take turns on, the s-th on the s mod devices-th (interleaved
+    # 1F1B); `reduce_s` is then that of all stages of a rank. 0: every stage has its own
+    devices: int = 0
     # [n, S, R] preparation of a slot's data; None: always ready (`feeding`)
     load_s: Floats | None = None
     prefetch: int = 1  # slots that are prepared ahead of the requested one

@@ -58,10 +58,18 @@ class UnitPlan(Strict):
     )
     dp: GpuCount = 1
     pp: GpuCount = 1
+    chunks: GpuCount = Field(
+        1,
+        description=(
+            "Stages of each rank: above 1 the pipeline has pp × chunks stages, stage s is on the"
+            " s mod pp-th ranks, and the order is interleaved 1F1B. For a plan of one unit."
+        ),
+    )
     gpus: GpuCount = Field(description="tp × cp × dp × pp.")
     layers_per_stage: list[int] = Field(
         description=(
-            "Number of layers of each stage; the sum is the number of layers of the modules."
+            "Number of layers of each of the pp × chunks stages; the sum is the number of layers of"
+            " the modules."
         )
     )
     checkpointing: bool = Field(
@@ -107,10 +115,18 @@ class UnitPlan(Strict):
                 f"ep must divide the ranks of a stage, tp × cp × dp = {self.tp} × {self.cp} ×"
                 f" {self.dp} = {self.tp_cp_size * self.dp}; given: {self.ep}"
             )
-        if len(self.layers_per_stage) != self.pp:
+        if len(self.layers_per_stage) != self.stages:
             raise ValueError(
-                f"layers_per_stage must list {self.pp} stage(s) (pp); given:"
+                f"layers_per_stage must list {self.stages} stage(s)"
+                f" ({'pp' if self.chunks == 1 else 'pp × chunks'}); given:"
                 f" {len(self.layers_per_stage)}"
+            )
+        if self.chunks > 1 and (self.pp == 1 or self.weight_delay is not None):
+            raise ValueError(
+                "chunks needs a pipeline: pp is 1, which sends nothing"
+                if self.pp == 1
+                else "chunks and weight_delay exclude each other: interleaved 1F1B has no split"
+                " backward"
             )
         if min(self.layers_per_stage) < 1:
             raise ValueError("layers_per_stage must give every stage at least one layer")
@@ -153,6 +169,11 @@ class UnitPlan(Strict):
                 f"module_tp and cp exclude each other: cp {self.cp} divides the rows of every"
                 " image, module_tp distributes whole images"
             )
+
+    @property
+    def stages(self) -> int:
+        """Number of stages: one or, with `chunks`, several of each rank."""
+        return self.pp * self.chunks
 
     @property
     def shape(self) -> ParallelShape:
@@ -232,7 +253,8 @@ class UnitPlan(Strict):
         """TP, DP and PP in words, and CP and EP if they are not 1."""
         cp = f"CP {self.cp_degree} " if self.cp > 1 else ""
         ep = f"EP {self.ep} " if self.ep > 1 else ""
-        return f"TP {self.tp_degree} {cp}{ep}DP {self.dp} PP {self.pp}"
+        chunks = f" × {self.chunks} chunks" if self.chunks > 1 else ""
+        return f"TP {self.tp_degree} {cp}{ep}DP {self.dp} PP {self.pp}{chunks}"
 
 
 class Layout(Strict):
@@ -279,6 +301,13 @@ class Layout(Strict):
             raise ValueError(
                 f"gpus_used must be the sum over units = {total}; given: {self.gpus_used}"
             )
+        for unit in self.units:
+            if unit.chunks > 1 and (len(self.units) > 1 or self.microbatches % unit.pp):
+                raise ValueError(
+                    f"chunks of unit {unit.name} need a plan of one unit, whose microbatches are a"
+                    f" multiple of pp; given: {len(self.units)} unit(s), {self.microbatches}"
+                    f" microbatches, pp {unit.pp}"
+                )
         return self
 
     @property

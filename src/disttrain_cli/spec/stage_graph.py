@@ -15,7 +15,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from disttrain_cli.spec.plan import Layout, UnitPlan
 
@@ -25,7 +25,7 @@ Cut = tuple[int, int]  # (stage that sends activations, stage that receives them
 
 @dataclass(frozen=True)
 class Stage:
-    """Consecutive layers of a unit, on ranks of their own."""
+    """Consecutive layers of a unit; `UnitPlan.chunks` of them are on the same ranks."""
 
     number: int  # over all units
     unit: UnitPlan
@@ -50,6 +50,11 @@ class Stage:
     @property
     def name(self) -> str:
         return f"{self.unit.name} stage {self.index}"
+
+    @property
+    def chunk(self) -> int:
+        """Index among the stages of its ranks."""
+        return self.index // self.unit.pp
 
     @property
     def tp(self) -> int:
@@ -121,6 +126,12 @@ class RankCoords:
     replica: int
     tp_rank: int = 0
     cp_rank: int = 0
+    later: tuple[Stage, ...] = ()  # its stages after `stage` (`UnitPlan.chunks`)
+
+    @property
+    def layers(self) -> list[int]:
+        """Its layers of all its stages, in pipeline order."""
+        return [layer for stage in (self.stage, *self.later) for layer in stage.layers]
 
     @property
     def unit(self) -> UnitPlan:
@@ -147,14 +158,6 @@ class RankCoords:
         return self.cp_rank * self.unit.tp + self.tp_rank
 
 
-class Coordinates(NamedTuple):
-    """Coordinates of a rank by the names of DeepSpeed's axes."""
-
-    pipe: int  # number of its stage
-    data: int  # `RankCoords.holder`
-    model: int  # TP rank
-
-
 @dataclass(frozen=True)
 class StageGraph:
     """All stages of a layout, numbered in pipeline order."""
@@ -167,25 +170,20 @@ class StageGraph:
         return cuts_of(self.stages)
 
     @cached_property
-    def world_size(self) -> int:
-        return sum(len(stage.ranks) for stage in self.stages)
+    def first_stages(self) -> list[Stage]:
+        """The first stage of every rank: together they have each rank once."""
+        return [stage for stage in self.stages if not stage.chunk]
 
     @cached_property
-    def rank_by_coordinates(self) -> dict[Coordinates, int]:
-        """All ranks by their coordinates."""
-        return {
-            Coordinates(stage.number, holder, tp_rank): rank
-            for stage in self.stages
-            for tp_rank in range(stage.tp)
-            for holder, rank in enumerate(stage.dp_group(tp_rank))
-        }
+    def world_size(self) -> int:
+        return sum(len(stage.ranks) for stage in self.first_stages)
 
     def coords(self, rank: int) -> RankCoords:
         """Return the coordinates of a rank: stage, replica, TP and CP rank."""
-        stage = next(stage for stage in self.stages if rank in stage.ranks)
+        stage, *later = (stage for stage in self.stages if rank in stage.ranks)
         holder, tp_rank = divmod(stage.ranks.index(rank), stage.tp)
         replica, cp_rank = divmod(holder, stage.cp)
-        return RankCoords(rank, stage, replica, tp_rank, cp_rank)
+        return RankCoords(rank, stage, replica, tp_rank, cp_rank, tuple(later))
 
 
 def stage_graph(layout: Layout, llm: str, tied: tuple[int, int] | None = None) -> StageGraph:
@@ -197,7 +195,7 @@ def stage_graph(layout: Layout, llm: str, tied: tuple[int, int] | None = None) -
     of larger ones are numbered first, so that the ranks of every replica stay inside a node, or are
     whole nodes.
     """
-    counts, branch_point = [unit.pp for unit in layout.units], layout.index_of(llm)
+    counts, branch_point = [unit.stages for unit in layout.units], layout.index_of(llm)
     cuts = stage_cuts(counts, branch_point)
     depths, left = depths_of(cuts, sum(counts)), stages_to_end(cuts, sum(counts))
     ends = list(itertools.accumulate(sum(unit.layers_per_stage) for unit in layout.units))
@@ -216,7 +214,7 @@ def stage_graph(layout: Layout, llm: str, tied: tuple[int, int] | None = None) -
         stops = list(itertools.accumulate(unit.layers_per_stage, initial=spans[position].start))
         size = unit.tp_cp_size * unit.dp
         for index, (start, stop) in enumerate(itertools.pairwise(stops)):
-            number, rank = len(stages), first_ranks[unit.name] + index * size
+            number, rank = len(stages), first_ranks[unit.name] + index % unit.pp * size
             stages.append(
                 Stage(
                     number,
@@ -236,11 +234,11 @@ def stage_graph(layout: Layout, llm: str, tied: tuple[int, int] | None = None) -
 
 
 def _with_twins(stages: Sequence[Stage], tied: tuple[int, int]) -> list[Stage]:
-    """Return the stages with those of two tied layers linked, if they differ."""
-    ends = [next(stage.number for stage in stages if layer in stage.layers) for layer in tied]
-    if ends[0] == ends[1]:
+    """Return the stages with those of two tied layers linked, if they are on different ranks."""
+    ends = [next(stage for stage in stages if layer in stage.layers) for layer in tied]
+    if ends[0].ranks == ends[1].ranks:
         return list(stages)
-    twins = dict(zip(ends, reversed(ends), strict=True))
+    twins = {one.number: other.number for one, other in zip(ends, reversed(ends), strict=True)}
     return [replace(stage, twin=twins.get(stage.number)) for stage in stages]
 
 

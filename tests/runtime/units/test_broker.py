@@ -225,9 +225,7 @@ def test_neighbours_along_a_line_do_not_wait_for_a_chain() -> None:
     """A stage makes the communicators of one cut while its other neighbour makes those of the next
     but one."""
     line = graph_of(unit("all", ["m"], [1] * 8))
-    ways = [
-        one.way for one in communicators.communicators(line, messages=True) if one.way is not None
-    ]
+    ways = [way for one in communicators.communicators(line, messages=True) for way in one.ways]
     assert (
         ways[:4] == [(0, 1), (1, 0), (2, 3), (3, 2)]
         and ways[8:10] == [(1, 2), (2, 1)]

@@ -42,6 +42,7 @@ class Operation(NamedTuple):
     tensor: Tensor
     peer: int
     group: Any
+    tag: int
 
 
 class Mailbox:

@@ -370,13 +370,13 @@ def _make_layout(
                 unit.tp,
                 unit.cp,
                 unit.dp,
-                unit.pp,
+                unit.stages,
                 unit.gpus,
                 depth,
                 unit.tp_cp_size / recorded.get(unit.name, 1),
             ],
         )
-        depth += unit.pp
+        depth += unit.stages
     rows = stage_costs(job, stages)
     if rows:
         connection.executemany(

@@ -14,7 +14,13 @@ from disttrain_cli.analysis.job.costing import shares_cores
 from disttrain_cli.analysis.job.database import Database
 from disttrain_cli.analysis.job.recorded import chosen_steps
 from disttrain_cli.analysis.walk import Feeds, Floats, Ints, Walk, walk_of
-from disttrain_cli.costs.layout import CostedStage, optimizer_s, reduce_s, transfers_s
+from disttrain_cli.costs.layout import (
+    CostedStage,
+    by_device,
+    optimizer_s,
+    reduce_s,
+    transfers_s,
+)
 from disttrain_cli.costs.overlap import hidden
 from disttrain_cli.schedule.one_f_one_b import inputs
 from disttrain_cli.spec.plan import Layout
@@ -36,8 +42,11 @@ def build_graph(database: Database) -> Graph | None:
     by_step = {int(row["step"]): row for row in windows}
 
     columns["operation"] = _numbered(columns["operation"])
-    rank, slot = (np.asarray(columns[name], dtype=np.int64) for name in ("rank", "slot"))
-    keys = (rank * (slot.max() + 2) + slot + 1) * len(COMPUTE) + columns["operation"]
+    rank, slot, depth = (
+        np.asarray(columns[name], dtype=np.int64) for name in ("rank", "slot", "depth")
+    )
+    keys = (rank * (depth.max() + 1) + depth) * (slot.max() + 2) + slot + 1
+    keys = keys * len(COMPUTE) + columns["operation"]
     _, first, passes = np.unique(keys, return_index=True, return_inverse=True)
     steps, step = np.unique(np.asarray(columns["step"], dtype=np.int64), return_inverse=True)
 
@@ -201,9 +210,10 @@ def update_s(job: Job, layout: Layout, stages: list[CostedStage]) -> float:
     if layout.overlap:
         reducing, _ = hidden(job.profile, layout, stages, job.gpus_per_node)
         return float(reducing.mean_left_s.max())
-    return max(reduce_s(job.profile, layout, stage, job.gpus_per_node) for stage in stages) + max(
-        optimizer_s(job.profile, layout, stage, job.gpus_per_node) for stage in stages
-    )
+    devices = by_device(stages)
+    return max(
+        reduce_s(job.profile, layout, device, job.gpus_per_node) for device in devices
+    ) + max(optimizer_s(job.profile, layout, device, job.gpus_per_node) for device in devices)
 
 
 def _expected_update_s(job: Job | None, stages: list[CostedStage]) -> float:

@@ -16,7 +16,13 @@ from disttrain_cli.analysis.job.costing import shares_cores
 from disttrain_cli.analysis.job.database import Database
 from disttrain_cli.analysis.job.recorded import expected_s, recorded_pipelines, waited_transfers
 from disttrain_cli.analysis.result.rows import OperationRow
-from disttrain_cli.costs.layout import CostedStage, optimizer_s, reduce_s, transfers_s
+from disttrain_cli.costs.layout import (
+    CostedStage,
+    by_device,
+    optimizer_s,
+    reduce_s,
+    transfers_s,
+)
 from disttrain_cli.simulation.pipeline import simulate
 from disttrain_cli.spec.stage_graph import cuts_of
 from disttrain_cli.spec.trace import COMPUTE, Job
@@ -161,7 +167,7 @@ def _updates(database: Database, job: Job) -> list[dict[str, Any]]:
             "predicted": 1e3 * predicted_s(stage),
             "measured": measured[stage.unit.name, stage.index, operation],
         }
-        for stage in database.stages
+        for stage in by_device(database.stages)
         for operation, predicted_s in cost.items()
         if (stage.unit.name, stage.index, operation) in measured
     ]

@@ -4,21 +4,21 @@
 -- it received and sent: the bytes, and the only peer, -1 for several; null if not recorded.
 WITH chosen AS (SELECT step, start_ns FROM windows WHERE list_contains($steps, step)),
 summed AS (
-    SELECT o.step, o.rank, o.slot, o.operation, any_value(o.unit) AS unit, any_value(o.stage) AS stage,
+    SELECT o.step, o.rank, o.slot, o.operation, any_value(o.unit) AS unit, o.stage,
            any_value(o.replica) AS replica, any_value(o.depth) AS depth, min(o.start_ns) AS start_ns,
            max(o.end_ns) AS end_ns, sum(coalesce(o.predicted_ms, 0)) / 1e3 AS predicted_s,
            sum(if(o.operation = 'weights', 0, o.exchange_ns)) / 1e9 AS exchange_s
     FROM operations o JOIN chosen USING (step) WHERE o.operation IN ('forward', 'backward', 'weights')
-    GROUP BY o.step, o.rank, o.slot, o.operation
+    GROUP BY o.step, o.rank, o.stage, o.slot, o.operation
 ), passes AS (  -- passes without work take no time: of those that start at once, place says which comes first
     SELECT *, start_ns::HUGEINT * 16 + row_number() OVER (
         PARTITION BY step, rank, start_ns ORDER BY end_ns, list_position(['forward', 'backward', 'weights'], operation)) - 1 AS place FROM summed
 ), others AS (
-    SELECT o.step, o.rank, o.slot, o.operation, o.start_ns, o.end_ns, o.bytes, o.peer, o.late_ns
+    SELECT o.step, o.rank, o.stage, o.slot, o.operation, o.start_ns, o.end_ns, o.bytes, o.peer, o.late_ns
     FROM operations o JOIN chosen USING (step)
     WHERE o.operation NOT IN ('forward', 'backward', 'weights', 'evaluation', 'checkpoint')
 ), preceding AS (
-    SELECT p.step, p.rank, p.slot, p.operation,
+    SELECT p.step, p.rank, p.stage, p.slot, p.operation,
            sum(o.end_ns - o.start_ns) AS covered_ns,
            coalesce(sum(o.end_ns - o.start_ns) FILTER (o.operation = 'load'), 0) AS load_ns,
            coalesce(sum(o.end_ns - o.start_ns) FILTER (o.operation LIKE 'receive%'), 0) AS received_ns,
@@ -27,9 +27,9 @@ summed AS (
            sum(o.bytes) FILTER (o.operation LIKE 'receive%') AS received_bytes,
            any_value(o.peer) FILTER (o.operation LIKE 'receive%') AS received_peer
     FROM others o ASOF JOIN passes p ON o.step = p.step AND o.rank = p.rank AND o.end_ns::HUGEINT * 16 <= p.place
-    GROUP BY p.step, p.rank, p.slot, p.operation
+    GROUP BY p.step, p.rank, p.stage, p.slot, p.operation
 ), sent AS (
-    SELECT step, rank, slot, if(operation = 'send_activation', 'forward', 'backward') AS operation,
+    SELECT step, rank, stage, slot, if(operation = 'send_activation', 'forward', 'backward') AS operation,
            sum(bytes) AS sent_bytes, any_value(peer) AS sent_peer
     FROM others WHERE operation LIKE 'send%' GROUP BY ALL
 )
@@ -43,6 +43,6 @@ SELECT p.step, p.rank, p.slot, p.operation, p.unit, p.stage, p.replica, p.depth,
                    - coalesce(q.covered_ns, 0)) / 1e9 AS gap_s,
        q.received_bytes, q.received_peer, s.sent_bytes, s.sent_peer
 FROM passes p JOIN chosen c USING (step)
-LEFT JOIN preceding q ON q.step = p.step AND q.rank = p.rank AND q.slot = p.slot AND q.operation = p.operation
-LEFT JOIN sent s ON s.step = p.step AND s.rank = p.rank AND s.slot = p.slot AND s.operation = p.operation
+LEFT JOIN preceding q ON q.step = p.step AND q.rank = p.rank AND q.stage = p.stage AND q.slot = p.slot AND q.operation = p.operation
+LEFT JOIN sent s ON s.step = p.step AND s.rank = p.rank AND s.stage = p.stage AND s.slot = p.slot AND s.operation = p.operation
 ORDER BY p.step, p.rank, p.place;

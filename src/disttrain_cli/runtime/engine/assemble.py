@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from importlib.resources import files
 from typing import Any
 
@@ -20,8 +21,8 @@ from disttrain_cli.models.tensor_parallel import join
 from disttrain_cli.models.tying import copy_of, tie
 from disttrain_cli.models.weight_parts import split
 from disttrain_cli.models.weights import load_into
-from disttrain_cli.runtime.engine.deepspeed import StageEngine, StageModule
-from disttrain_cli.runtime.engine.engine import UnitEngine
+from disttrain_cli.runtime.engine.deepspeed import StageEngine
+from disttrain_cli.runtime.engine.engine import Chunk, UnitEngine
 from disttrain_cli.runtime.engine.expert_rows import ExpertRows
 from disttrain_cli.runtime.engine.faults import Sums, out_of_memory
 from disttrain_cli.runtime.engine.gradients import gradient_flow
@@ -78,17 +79,22 @@ def _build_engine(
     built: Callable[[], None],
 ) -> UnitEngine:
     table, stage = layer_table(run), coords.stage
-    layers = build_layers(
-        run,
-        stage.layers.start,
-        stage.layers.stop,
-        device=device,
-        tp=stage.tp,
-        tp_rank=coords.tp_rank,
-        ep=stage.ep,
-        ep_rank=coords.ep_rank,
-        module_tp=coords.unit.module_tp,
-    )
+    places = [replace(coords, stage=one, later=()) for one in (stage, *coords.later)]
+    layers_of = [
+        build_layers(
+            run,
+            place.stage.layers.start,
+            place.stage.layers.stop,
+            device=device,
+            tp=stage.tp,
+            tp_rank=coords.tp_rank,
+            ep=stage.ep,
+            ep_rank=coords.ep_rank,
+            module_tp=coords.unit.module_tp,
+        )
+        for place in places
+    ]
+    layers = [layer for of_stage in layers_of for layer in of_stage]
     tie(layers, table)
     apart = any(copy_of(parameter) for layer in layers for parameter in layer.parameters())
     assert apart == (grid.twins is not None), "the graph knows of tied weights"
@@ -107,50 +113,45 @@ def _build_engine(
             join(layer, tp, cp)
         join_experts(layer, ep)
     flow = gradient_flow(table, run.file.model.trained)
-    flow.mark(layers, stage.layers.start)
+    for place, of_stage in zip(places, layers_of, strict=True):
+        flow.mark(of_stage, place.stage.layers.start)
     deferring = stage.weight_delay is not None
     if deferring:
         for layer in layers:
             split(layer)
-    upstream, downstream = brokers(
-        graph,
-        coords,
-        table,
-        message_dtype(run.file.train),
-        device,
-        flow.carrying.__getitem__,
-        grid,
-    )
-    runner = StageRunner(
-        build_segments(
-            layers,
-            stage.layers.start,
-            lambda cut: live_at(table, stage, cut),
-            flow.carrying.__getitem__,
-        ),
-        recompute=coords.unit.checkpointing,
-        sums=Sums([*run.file.model.order, PROJECTORS]),
-        deferring=deferring,
-        tp=tp,
-    )
+    sums, losses = Sums([*run.file.model.order, PROJECTORS]), dict[str, torch.Tensor]()
+    dtype = message_dtype(run.file.train)
+    chunks = []
+    for place, of_stage in zip(places, layers_of, strict=True):
+        links = brokers(graph, place, table, dtype, device, flow.carrying.__getitem__, grid)
+        runner = StageRunner(
+            build_segments(
+                of_stage,
+                place.stage.layers.start,
+                partial(live_at, table, place.stage),
+                flow.carrying.__getitem__,
+            ),
+            recompute=coords.unit.checkpointing,
+            sums=sums,
+            losses=losses,
+            deferring=deferring,
+            tp=tp,
+        )
+        chunks.append(Chunk(runner, *map(together, links)))
     built()
     engine = UnitEngine(
-        **engine_parts(run, plan.plan, grid, coords, layers),
-        runner=runner,
-        upstream=together(upstream),
-        downstream=together(downstream),
-        tracer=tracer,
+        **engine_parts(run, plan.plan, grid, coords, layers), chunks=chunks, tracer=tracer
     )
     engine.expert_rows = ExpertRows(
         {number: info.experts for number, info in enumerate(table) if info.experts},
         {
             number: rows_E
-            for number, layer in zip(stage.layers, layers, strict=True)
+            for number, layer in zip(coords.layers, layers, strict=True)
             if (rows_E := count_rows(layer, device)) is not None
         },
     )
     if engine.optimizer is None:  # else DeepSpeed has cast the module
-        engine.module.to(message_dtype(run.file.train))
+        engine.module.to(dtype)
     return engine
 
 
@@ -184,8 +185,8 @@ def brokers(
             receives,
             dtype,
             device,
-            grid and grid.tp,
-            grid and grid.cp,
+            None if grid is None else grid.tp,
+            None if grid is None else grid.cp,
             leaving=ways.get((here, there)),
             coming=ways.get((there, here)),
         )
@@ -208,12 +209,12 @@ def live_at(table: list[LayerInfo], stage: Stage, cut: int) -> list[TensorSpec]:
 def engine_parts(
     run: Run, layout: Layout, grid: UnitGrid, coords: RankCoords, layers: Sequence[PipelineLayer]
 ) -> dict[str, Any]:
-    """Return the arguments of `UnitEngine` other than runner, brokers and tracer."""
+    """Return the arguments of `UnitEngine` other than chunks and tracer."""
     train = run.file.train
     optimizer = make_optimizer(layers, train.optimizer)
     config = deepspeed_config(train, layout, optimizer is not None, dp=coords.unit.dp_cp_size)
     return {
-        "stage": StageEngine(StageModule(layers, grid, coords), optimizer, config, layout.overlap),
+        "stage": StageEngine(layers, grid, optimizer, config, layout.overlap),
         "coords": coords,
         "layout": layout,
         "train_spec": train,
@@ -243,5 +244,5 @@ def deepspeed_config(
         config["bf16"] = {"enabled": True}
         config["data_types"] = {"grad_accum_dtype": "fp32"}
     elif trains and layout.zero_stage == 1 and dp > 1:
-        config["zero_optimization"] |= {"stage": 1, "compute_grad_norm": False}
+        config["zero_optimization"]["stage"] = 1
     return config

@@ -1,23 +1,20 @@
-"""DeepSpeed's engine of one stage, reduced to the parts that are used.
+"""DeepSpeed's engine of one rank, reduced to the parts that are used.
 
-In use are its optimizers' states (ZeRO-1, bf16) and its configuration. It neither computes nor
-moves a slot and computes no norm (`UnitEngine` does), reduces no gradients (`reduction`) and
-gathers no weights (`partitions`). The numbers in the comments are the traps listed in
-docs/deepspeed.md.
+In use are its optimizers' states (ZeRO-1, bf16), its configuration and its broadcast of weights. It
+neither computes nor moves a slot and computes no norm (`UnitEngine` does), reduces no gradients
+(`reduction`), and neither steps nor gathers partitioned weights (`partitions`). The numbers in the
+comments are the traps listed in docs/deepspeed.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from deepspeed.runtime.config import DeepSpeedConfig
-from deepspeed.runtime.pipe.engine import PipelineEngine
-from deepspeed.runtime.pipe.module import PipelineModule
+from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import groups as deepspeed_groups
 from torch import nn
 
@@ -33,67 +30,41 @@ from disttrain_cli.runtime.engine.partitions import (
 )
 from disttrain_cli.runtime.engine.reduction import Reduction
 from disttrain_cli.runtime.units.grid import UnitGrid
-from disttrain_cli.spec.stage_graph import RankCoords
 
 #: DeepSpeed's name of the group of ranks with the same experts.
 _EXPERTS = "experts"
 
 
-class StageModule(PipelineModule):
-    """Layers of one stage as DeepSpeed's pipeline module, without its uniform grid (trap 2)."""
-
-    def __init__(self, layers: Sequence[PipelineLayer], grid: UnitGrid, coords: RankCoords) -> None:
-        nn.Module.__init__(self)
-        self.layers = nn.ModuleList(layers)
-        self._grid, self._topo = grid, grid.topology()
-        self._local_start, self._local_stop = coords.stage.layers.start, coords.stage.layers.stop
-        self.stage_id, self.num_stages = grid.stage_id, grid.pipe_parallel_size
-        self.global_rank, self.world_size = coords.rank, grid.world_size
-        self.loss_fn, self.tied_modules = None, nn.ModuleDict()
-        self.tied_comms: dict[str, Any] = {}
-        self.activation_checkpoint_interval = 0
-        self.dynamic_shape = True
-        for parameter in self.parameters():
-            parameter.ds_pipe_replicated = False
-
-    def mpu(self) -> UnitGrid:
-        return self._grid
-
-
-def _register_experts(module: StageModule, parameters: Sequence[dict[str, Any]]) -> None:
-    """Make DeepSpeed partition and broadcast experts over the ranks that hold the same (trap 38).
-
-    Args:
-        parameters: the optimizer's groups.
-    """
-    names = {_EXPERTS, *(group["name"] for group in parameters if group["moe"])}
-    ranks = module.mpu().expert_replicas.ranks
-    deepspeed_groups._EXPERT_DATA_PARALLEL_GROUP = dict.fromkeys(names, ranks)
-    for parameter in filter(of_experts, module.parameters()):
-        parameter.allreduce, parameter.group_name = False, _EXPERTS
-
-
-class StageEngine(PipelineEngine):
+class StageEngine(DeepSpeedEngine):
     """One rank's weights under DeepSpeed: reduction of their gradients, optimizer, and gathering.
 
     Args:
+        layers: of the rank; also `module.layers`.
+        config: DeepSpeed's configuration (`assemble.deepspeed_config`).
         overlap: True to reduce gradients during the last pass of a step that computes any, and to
             gather weights during the next step's forwards.
     """
 
-    _starting = True
-
     def __init__(
         self,
-        module: StageModule,
+        layers: Sequence[PipelineLayer],
+        grid: UnitGrid,
         optimizer: torch.optim.Optimizer | None,
         config: dict[str, Any],
         overlap: bool = False,
     ) -> None:
+        module = nn.Module()
+        module.layers = nn.ModuleList(layers)
         device = next((weight.device for weight in module.parameters()), torch.device("cpu"))
-        grid, parameters = module.mpu(), optimizer.param_groups if optimizer is not None else []
-        self._moe = any(group["moe"] for group in parameters)
-        _register_experts(module, parameters)
+        parameters = optimizer.param_groups if optimizer is not None else []
+        # DeepSpeed partitions and broadcasts experts over the ranks that hold the same (trap 38)
+        names = {_EXPERTS, *(group["name"] for group in parameters if group["moe"])}
+        self._moe = len(names) > 1
+        deepspeed_groups._EXPERT_DATA_PARALLEL_GROUP = dict.fromkeys(
+            names, grid.expert_replicas.ranks
+        )
+        for parameter in filter(of_experts, module.parameters()):
+            parameter.allreduce, parameter.group_name = False, _EXPERTS
         replicas = [grid.expert_replicas if group["moe"] else grid.replicas for group in parameters]
         # DeepSpeed copies the fp32 masters from weights that it has rounded to bf16 (trap 37)
         values = [
@@ -110,16 +81,14 @@ class StageEngine(PipelineEngine):
             config=config,
             config_class=DeepSpeedConfig(config, grid),
         )
-        self._starting = False
+        self._running_engine_backward = True  # it refuses a backward of others (trap 28)
         partitions = partitions_of(self.optimizer, [of_group.rank for of_group in replicas])
         joined = [of_group.ranks if of_group.size > 1 else None for of_group in replicas]
         for one, values_P in zip(partitions, values, strict=bool(values)):
             one.master_P.data.copy_(values_P)
-        self.gathering = Gathering(partitions, joined, module.layers if overlap else ())
-        if partitions:  # trap 8 forbids a subclass
-            self.optimizer.step = partial(step_by_group, self.optimizer, partitions, self.gathering)
-        if self.using_bf16_optimizer:
-            add_at_once(pair for one in partitions for pair in one.sums)
+        self._partitions = partitions
+        self.gathering = Gathering(partitions, joined, layers if overlap else ())
+        add_at_once(pair for one in partitions for pair in one.sums)
         weights = [one.weights for one in partitions] or [
             group["params"] for group in groups_of(self.optimizer)
         ]
@@ -138,24 +107,10 @@ class StageEngine(PipelineEngine):
         for weight in scalars:
             weight.data = weight.data.view(())
 
-    def is_first_stage(self) -> bool:
-        """Return True during construction: DeepSpeed's ping-pong test assumes equal DP (trap 3)."""
-        return self._starting or super().is_first_stage()
-
-    def is_last_stage(self) -> bool:
-        return self._starting or super().is_last_stage()
-
-    @contextmanager
-    def backward_under_way(self) -> Iterator[None]:
-        """Mark a backward as running: DeepSpeed refuses one that it did not start (trap 28)."""
-        self._running_engine_backward = True
-        try:
-            yield
-        finally:
-            self._running_engine_backward = False
-
     def take_step(self) -> None:
         """Step the optimizer with the current gradients, and clear them."""
-        self._force_grad_boundary = True
-        self._take_model_step(None)
-        self._force_grad_boundary = False
+        if self._partitions:
+            step_by_group(self.optimizer, self._partitions, self.gathering)
+        else:
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)

@@ -1,8 +1,9 @@
 """Step of one rank in a pipeline over units of different shapes.
 
-Executes its stage's program (`schedule.program`), one method per instruction: loads, computes
-(`StageRunner`) and moves (`Broker`) slots, then has gradients reduced (`Reduction`) and DeepSpeed's
-optimizer step (`StageEngine`). The gradient norm is computed once over all units: each rank counts
+Executes its program (`schedule.program`), one method per instruction: loads, computes
+(`StageRunner`) and moves (`Broker`) slots of its stage or, with several, of the one that the
+instruction names; then has gradients reduced (`Reduction`) and DeepSpeed's optimizer step
+(`StageEngine`). The gradient norm is computed once over all units: each rank counts
 its own partition or share. A stage without trained weights has no optimizer, but takes part in that
 reduction (deepspeed traps 7, 19, 33; docs/deepspeed.md).
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -51,11 +52,20 @@ if TYPE_CHECKING:
     from disttrain_cli.runtime.watching.tracing import Time
 
 
+class Chunk(NamedTuple):
+    """One of a rank's stages: its layers, and its brokers to the previous and the next stages."""
+
+    runner: StageRunner
+    upstream: Broker | Brokers | None
+    downstream: Broker | Brokers | None
+
+
 class UnitEngine:
     """Engine of one rank. `run_step` executes one optimizer step.
 
     Args:
         stage: the weights under DeepSpeed.
+        chunks: the rank's stages, whose runners share their losses.
         loss_modules: module that computes each loss of the whole model, by name of the loss.
         trained: owners of the whole model's trained weights: modules, "projectors".
     """
@@ -63,9 +73,7 @@ class UnitEngine:
     def __init__(
         self,
         stage: StageEngine,
-        runner: StageRunner,
-        upstream: Broker | Brokers | None,
-        downstream: Broker | Brokers | None,
+        chunks: Sequence[Chunk],
         coords: RankCoords,
         tracer: Tracer,
         layout: Layout,
@@ -73,17 +81,17 @@ class UnitEngine:
         loss_modules: dict[str, str],
         trained: Sequence[str],
     ) -> None:
-        self.stage, self.module = stage, stage.module
+        self.stage, self.module, self.grid = stage, stage.module, stage.mpu
         self.optimizer, self.device = stage.optimizer, stage.device
-        self.runner, self.upstream, self.downstream = runner, upstream, downstream
-        self.coords, self.tracer = coords, tracer
+        self.chunks, self.coords, self.tracer = chunks, coords, tracer
         self.layout, self.train_spec = layout, train_spec
         self.loss_modules = loss_modules
         self.order: StepOrder
         self.fetch: Callable[[int], Batch]
-        # slot → tensors, and loaded inputs, waiting between two instructions
-        self._state: dict[int, dict[str, Tensor]] = {}
+        # slot → loaded inputs and, by chunk, tensors that wait between two instructions
         self._loaded: dict[int, Batch] = {}
+        self._states: list[dict[int, dict[str, Tensor]]] = [{} for _ in chunks]
+        self._turn_to(0)
         # of this step, by slot and module
         self._amounts: dict[tuple[int, str], dict[str, int]] = {}
         self.data_wait_ns = 0
@@ -138,9 +146,8 @@ class UnitEngine:
         if self.runner.sums is not None:
             self.runner.sums.clear()
         self.module.train()
-        for broker in (self.upstream, self.downstream):
-            if broker is not None:
-                broker.expect(order.slots)
+        for broker in self._brokers():
+            broker.expect(order.slots)
         sends_first = not communicators.in_order()
         self._execute(program(self.coords.stage, len(order.slots), sends_first))
 
@@ -169,11 +176,23 @@ class UnitEngine:
 
     def _execute(self, instructions: Iterable[Instruction]) -> None:
         """Execute each instruction by the method of its name, which subclasses may override."""
-        self._state, self._loaded = {}, {}
-        for operation, slot, _ in instructions:
+        self._states, self._loaded = [{} for _ in self.chunks], {}
+        for operation, slot, chunk in instructions:
+            self._turn_to(chunk)
             self.tracer.begin(operation, slot)
             with self._at(operation.replace("_", " "), slot):
                 getattr(self, f"_{operation}")(slot)
+
+    def _turn_to(self, chunk: int) -> None:
+        """Let the next instructions be those of one of the rank's stages."""
+        self._chunk, self._state = chunk, self._states[chunk]
+        self.runner, self.upstream, self.downstream = self.chunks[chunk]
+        if self.coords.later:
+            self.tracer.stage = (self.coords.stage, *self.coords.later)[chunk].index
+
+    def _brokers(self) -> Iterator[Broker | Brokers]:
+        for _, *brokers in self.chunks:
+            yield from (broker for broker in brokers if broker is not None)
 
     def _receive_activation(self, slot: int) -> None:
         assert self.upstream is not None
@@ -189,8 +208,11 @@ class UnitEngine:
         self.tracer.record("load", start, slot=slot)
 
     def _forward(self, slot: int) -> None:
+        batch = self._loaded[slot]
+        if self._chunk == len(self.chunks) - 1:
+            del self._loaded[slot]
         self._state[slot] = self.runner.forward(
-            slot, self._state.pop(slot, {}), self._loaded.pop(slot), self._timed("forward", slot)
+            slot, self._state.pop(slot, {}), batch, self._timed("forward", slot)
         )
 
     def _send_activation(self, slot: int) -> None:
@@ -209,12 +231,12 @@ class UnitEngine:
         self.tracer.record("receive_gradient", start, slot=slot, bytes=size, peer=peer)
 
     def _backward(self, slot: int) -> None:
-        if self.coords.stage.weight_delay is None and slot == len(self.order.slots) - 1:
-            self.stage.reduction.expect()
-        with self.stage.backward_under_way():
-            gradients = self.runner.backward(
-                slot, self._state.pop(slot, {}), self._timed("backward", slot)
-            )
+        last = slot == len(self.order.slots) - 1 and not self._chunk
+        if self.coords.stage.weight_delay is None and last:
+            self.stage.reduction.expect(self.runner.trained if len(self.chunks) > 1 else None)
+        gradients = self.runner.backward(
+            slot, self._state.pop(slot, {}), self._timed("backward", slot)
+        )
         if self.upstream is not None and self.runner.segments[0].carrying:
             self._state[slot] = gradients
 
@@ -224,8 +246,7 @@ class UnitEngine:
         slots = left if slot == left.start else range(slot, slot + 1)
         if slots is left:
             self.stage.reduction.expect(self.runner.waiting(slots))
-        with self.stage.backward_under_way():
-            self._compute_weights(slots)
+        self._compute_weights(slots)
 
     def _compute_weights(self, slots: range) -> None:
         turns = Turns(self.tracer, "weights")
@@ -244,9 +265,7 @@ class UnitEngine:
     def _wait(self, slot: int) -> None:
         """Wait until all sends have finished."""
         start = self.tracer.mark()
-        waited = [
-            broker.drain() for broker in (self.upstream, self.downstream) if broker is not None
-        ]
+        waited = [broker.drain() for broker in self._brokers()]
         if any(waited):
             self.tracer.record("wait", start)
 
@@ -274,7 +293,7 @@ class UnitEngine:
         All reductions of both stages have ended before, so that no rank waits here for a peer that
         is itself waiting for another rank.
         """
-        twins = self.module.mpu().twins
+        twins = self.grid.twins
         for gradient in tied_gradients(self.optimizer) if twins is not None else ():
             dist.all_reduce(gradient, group=twins)
 
@@ -284,9 +303,8 @@ class UnitEngine:
         Each rank has a part of the gradient of a weight that is not sharded
         (`tensor_parallel.join`); only the weights that this rank steps are summed.
         """
-        group = self.module.mpu().tp
-        if group is not None:
-            sum_over(partial_gradients(self.optimizer), group)
+        if self.grid.tp is not None:
+            sum_over(partial_gradients(self.optimizer), self.grid.tp)
 
     def _reduce_gradients(self) -> None:
         """Finish the reduction over the ranks with the same weights.

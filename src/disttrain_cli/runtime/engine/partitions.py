@@ -33,9 +33,8 @@ class Partition:
 
     @property
     def sums(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """The weights, each with its part of `sums_N`."""
-        assert self.sums_N is not None
-        return views(self.weights, self.sums_N)
+        """The weights, each with its part of `sums_N`; none where there are no sums."""
+        return iter(()) if self.sums_N is None else views(self.weights, self.sums_N)
 
     def own_of(self, gradients_N: Tensor) -> Tensor:
         """Return the part of a flat tensor that this rank owns."""

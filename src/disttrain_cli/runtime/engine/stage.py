@@ -2,9 +2,8 @@
 
 Every stage is treated alike, first, last or in mid-pipeline: it maps the tensors that cross its
 entry to those that cross its exit, and adds losses where one of its layers has one. Backward is one
-`autograd.backward` over [losses, outputs] per module (deepspeed traps 11, 24). Modules inside a
-stage are separated by detached tensors, so that each has separate forward and backward times in any
-layout.
+`autograd.backward` over [losses, outputs] per module. Modules inside a stage are separated by
+detached tensors, so that each has separate forward and backward times in any layout.
 
 A forward-only layer (`engine.gradients`) runs without a graph, and a module with only such layers
 has no backward. Where activations are recomputed, a layer saves only its inputs (Chen et al. 2016,
@@ -15,6 +14,7 @@ no random generator, so no generator state is restored.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
@@ -26,6 +26,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import Parameter
 from torch.utils.checkpoint import checkpoint
 
+from disttrain_cli.models.experts import recomputing
 from disttrain_cli.models.group import Group
 from disttrain_cli.models.layer import LOSS_PREFIX, Batch, PipelineLayer, TensorSpec
 from disttrain_cli.models.replicated import Exchange
@@ -121,6 +122,13 @@ class StageRunner:
     def still(self) -> bool:
         """True if the stage is forward-only."""
         return all(segment.still for segment in self.segments)
+
+    @property
+    def trained(self) -> list[Parameter]:
+        """Trained weights, each once."""
+        layers = [layer for segment in self.segments for layer in segment.layers]
+        weights = (weight for layer in layers for weight in layer.parameters())
+        return list(dict.fromkeys(weight for weight in weights if weight.requires_grad))
 
     def forward(
         self,
@@ -283,7 +291,14 @@ class StageRunner:
             return layer(state, batch)
         # the inputs that the recomputation will read
         inputs = {name: state[name] for name in layer.reads if name in state}
-        written = checkpoint(layer, inputs, batch, use_reentrant=False, preserve_rng_state=False)
+        written = checkpoint(
+            layer,
+            inputs,
+            batch,
+            use_reentrant=False,
+            preserve_rng_state=False,
+            context_fn=lambda: (nullcontext(), recomputing()),
+        )
         return cast(dict[str, Tensor], written)
 
     def _add_loss(self, name: str, loss: Tensor) -> None:

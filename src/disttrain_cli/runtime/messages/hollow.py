@@ -11,14 +11,15 @@ numbers of rows; messages to the replicas of a stage are one per layer.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from disttrain_cli.data.slots import StepOrder
 from disttrain_cli.models.experts import Counts, hops
@@ -26,8 +27,8 @@ from disttrain_cli.models.graph import LayerInfo, layer_table
 from disttrain_cli.models.group import Group
 from disttrain_cli.models.layer import Batch, PipelineLayer, TensorSpec
 from disttrain_cli.runtime.engine.assemble import brokers, live_at
-from disttrain_cli.runtime.engine.deepspeed import StageEngine, StageModule
-from disttrain_cli.runtime.engine.engine import UnitEngine
+from disttrain_cli.runtime.engine.deepspeed import StageEngine
+from disttrain_cli.runtime.engine.engine import Chunk, UnitEngine
 from disttrain_cli.runtime.engine.gradients import gradient_flow
 from disttrain_cli.runtime.engine.stage import Segment, StageRunner, build_segments
 from disttrain_cli.runtime.feeding import message_dtype
@@ -107,6 +108,10 @@ class HollowRunner(StageRunner):
         self._coords, self._order, self._grid, self._links = coords, order, grid, links
         self._reduction = reduction
 
+    @property
+    def trained(self) -> list[nn.Parameter]:
+        return []
+
     def forward(
         self, slot: int, state: dict[str, Tensor], batch: Batch, timed: Any
     ) -> dict[str, Tensor]:
@@ -169,7 +174,7 @@ class HollowReduction:
 
     def __init__(self, grid: UnitGrid, coords: RankCoords, overlaps: bool) -> None:
         self._replicas = replicas(grid)
-        self._layers = len(coords.stage.layers)
+        self._layers = len(coords.layers)
         self._overlaps, self._expected, self._left = overlaps, False, self._layers
 
     def expect(self, weights: Any = None) -> None:
@@ -203,11 +208,11 @@ def replicas(grid: UnitGrid) -> list[dist.ProcessGroup]:
 class HollowStage:
     """Stage without weights, which DeepSpeed would require."""
 
-    module: StageModule
+    mpu: UnitGrid
     reduction: HollowReduction
+    module: nn.Module = field(default_factory=nn.Module)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     optimizer: None = None
-    backward_under_way = nullcontext
 
 
 class HollowEngine(UnitEngine):
@@ -223,31 +228,32 @@ class HollowEngine(UnitEngine):
         overlap: bool,
         gpus_per_node: int,
     ) -> None:
-        grid, layers = UnitGrid(graph, coords), coords.stage.layers
+        grid = UnitGrid(graph, coords)
         nodes = coords.stage.ep_nodes(gpus_per_node)
         grid.ep = grid.ep and replace(grid.ep, nodes=nodes)
-        links = brokers(
-            graph,
-            coords,
-            table,
-            message_dtype(train),
-            NOWHERE,
-            carrying.__getitem__,
-            grid,
-        )
-        segments = build_segments(
-            cast(Sequence[PipelineLayer], table[layers.start : layers.stop]),
-            layers.start,
-            lambda cut: live_at(table, coords.stage, cut),
-            carrying.__getitem__,
-        )
-        upstream, downstream = map(together, links)
         reduction = HollowReduction(grid, coords, overlap)
+        chunks = []
+        for stage in (coords.stage, *coords.later):
+            links = brokers(
+                graph,
+                replace(coords, stage=stage),
+                table,
+                message_dtype(train),
+                NOWHERE,
+                carrying.__getitem__,
+                grid,
+            )
+            segments = build_segments(
+                cast(Sequence[PipelineLayer], table[stage.layers.start : stage.layers.stop]),
+                stage.layers.start,
+                partial(live_at, table, stage),
+                carrying.__getitem__,
+            )
+            runner = HollowRunner(segments, coords, lambda: self.order, grid, links, reduction)
+            chunks.append(Chunk(runner, *map(together, links)))
         super().__init__(
-            stage=cast(StageEngine, HollowStage(StageModule([], grid, coords), reduction)),
-            runner=HollowRunner(segments, coords, lambda: self.order, grid, links, reduction),
-            upstream=upstream,
-            downstream=downstream,
+            stage=cast(StageEngine, HollowStage(grid, reduction)),
+            chunks=chunks,
             coords=coords,
             tracer=cast(Tracer, _Silence()),
             layout=cast(Layout, None),  # only used in errors about memory
@@ -257,17 +263,16 @@ class HollowEngine(UnitEngine):
         )
 
     def _sum_tied_gradients(self) -> None:
-        join(self.module.mpu().twins)
+        join(self.grid.twins)
 
     def _sum_partial_gradients(self) -> None:
-        grid = self.module.mpu()
-        join(grid.tp and grid.tp.ranks)
+        join(self.grid.tp and self.grid.tp.ranks)
 
     def _update(self) -> None:
         super()._update()
         # ZeRO's replicas gather the weights that each has updated
-        for _ in self.coords.stage.layers:
-            for group in replicas(self.module.mpu()):
+        for _ in self.coords.layers:
+            for group in replicas(self.grid):
                 join(group)
 
     def _at(self, operation: str, slot: int) -> Any:

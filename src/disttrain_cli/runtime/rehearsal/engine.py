@@ -133,13 +133,13 @@ class EmulatedEngine(UnitEngine):
 
     def _reduce_gradients(self) -> None:
         super()._reduce_gradients()
-        replicas = self.module.mpu().dp_proc_group
+        replicas = self.grid.replicas.ranks
         if self.reducing is None:
             self._together(replicas, self.reduce_s)
         else:
             self._reduce_behind(self.reducing, replicas)
 
-    def _reduce_behind(self, messages: Hidden, replicas: dist.ProcessGroup) -> None:
+    def _reduce_behind(self, messages: Hidden, replicas: dist.ProcessGroup | None) -> None:
         """Reduce buckets from the last one on, each once all replicas have its gradients."""
         last = last_slots(len(self.order.slots), self.coords.stage.weight_delay)
         last_s = _pass_s(self.feeder.work(self.order.step), int(messages.operation[0]), last)

@@ -29,6 +29,7 @@ from disttrain_cli.models.graph import LayerInfo, layer_table
 from disttrain_cli.models.group import Group
 from disttrain_cli.models.layer import Batch
 from disttrain_cli.runtime.engine.assemble import brokers, engine_parts, live_at
+from disttrain_cli.runtime.engine.engine import Chunk
 from disttrain_cli.runtime.engine.stage import StageRunner, build_segments
 from disttrain_cli.runtime.feeding import message_dtype
 from disttrain_cli.runtime.launching.process import joined
@@ -124,9 +125,9 @@ def main(payload: dict[str, Any]) -> None:
                 coords,
                 [EmulatedLayer(info) for info in layers],
             ),
-            runner=emulated_runner(run, table, coords, clock, grid.ep),
-            upstream=upstream,
-            downstream=downstream,
+            chunks=[
+                Chunk(emulated_runner(run, table, coords, clock, grid.ep), upstream, downstream)
+            ],
             tracer=tracer,
         )
         engine.clock, engine.feeder = clock, feeder

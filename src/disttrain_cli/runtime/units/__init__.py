@@ -1,5 +1,5 @@
 """Messages between units, and their communicators.
 
-`grid` presents the stage graph to DeepSpeed, `communicators` determines the ranks that share one,
+`grid` holds a rank's process groups, `communicators` determines the ranks that share one,
 `routes` the rows that cross a cut, and `broker` moves them.
 """

@@ -70,6 +70,9 @@ class Broker:
     def __post_init__(self) -> None:
         self.wire = wire(self.device)  # device of message buffers
         self.here, self.there = End.of(self.coords), End.at(self.neighbour)
+        # gloo pairs by tag: two ranks with several stages have several cuts between them
+        here, there = self.coords.stage.number, self.neighbour.number
+        self.send_tag, self.receive_tag = here << 15 | there, there << 15 | here
 
     def expect(self, slots: Sequence[Slot]) -> None:
         """Post receives ahead for the slots of a step, in the order of the `receive` calls.
@@ -95,7 +98,7 @@ class Broker:
             for route in self._routes(slot, spec):
                 buffer = _gather(tensor, route).to(self.wire)
                 peer = self.neighbour.rank(route.replica, route.tp_rank, route.cp_rank)
-                operations.append(dist.P2POp(dist.isend, buffer, peer, self.leaving))
+                operations.append(dist.P2POp(dist.isend, buffer, peer, self.leaving, self.send_tag))
                 buffers.append(buffer)
                 peers.add(peer)
         if operations:
@@ -176,7 +179,9 @@ class Broker:
                         (route.rows, *spec.shape), dtype=self.dtype, device=self.wire
                     )
                     scattered.append((tensor, route, buffer))
-                operations.append(dist.P2POp(dist.irecv, buffer, peer, self.coming))
+                operations.append(
+                    dist.P2POp(dist.irecv, buffer, peer, self.coming, self.receive_tag)
+                )
                 peers.add(peer)
             if covered < rows:  # rows that no rank on the other side works on carry no gradient
                 tensor.zero_()

@@ -12,6 +12,7 @@ messages use the world's.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -48,8 +49,8 @@ class Communicator:
     ]
     name: str
     ranks: tuple[int, ...]
-    # for messages: numbers of the sending and the receiving stage
-    way: tuple[int, int] | None = None
+    # for messages: numbers of the sending and the receiving stage, of all cuts between these ranks
+    ways: tuple[tuple[int, int], ...] = ()
 
 
 def in_order() -> bool:
@@ -91,7 +92,7 @@ def communicators(graph: StageGraph, messages: bool) -> Iterator[Communicator]:
     A rank joins its communicators one after the other, so cuts at even positions of a line come
     before those at odd ones: stages along a line wait for one neighbour, not for a chain of them.
     """
-    for stage in graph.stages:
+    for stage in graph.first_stages:
         for tp_rank in range(stage.tp):
             yield Communicator(
                 "data parallel",
@@ -130,16 +131,18 @@ def communicators(graph: StageGraph, messages: bool) -> Iterator[Communicator]:
                     f"tied weights of {name_of(stage)} and {name_of(other)}, ranks {one} and {two}",
                     (one, two),
                 )
-    if messages:
-        for sender in sorted(graph.stages, key=lambda stage: stage.depth % 2):
-            for taker in (graph.stages[number] for number in sender.after):
-                for here, there in ((sender, taker), (taker, sender)):
-                    yield Communicator(
-                        "messages",
-                        f"{name_of(here)} to {name_of(there)}",
-                        tuple(sorted((*here.ranks, *there.ranks))),
-                        (here.number, there.number),
-                    )
+    ways: dict[tuple[tuple[int, ...], ...], list[tuple[Stage, Stage]]] = {}
+    for sender in sorted(graph.stages, key=lambda stage: stage.depth % 2) if messages else ():
+        for taker in (graph.stages[number] for number in sender.after):
+            for here, there in ((sender, taker), (taker, sender)):
+                ways.setdefault((here.ranks, there.ranks), []).append((here, there))
+    for ranks, ends in ways.items():
+        yield Communicator(
+            "messages",
+            " to ".join(map(name_of, ends[0])),
+            tuple(sorted(itertools.chain(*ranks))),
+            tuple((here.number, there.number) for here, there in ends),
+        )
 
 
 def name_of(stage: Stage) -> str:

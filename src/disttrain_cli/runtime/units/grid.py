@@ -1,41 +1,28 @@
-"""DeepSpeed's grid over a ragged graph of ranks, where units differ in DP, CP and TP sizes.
+"""Process groups of one rank, as DeepSpeed asks for them and as the engine uses them.
 
-DeepSpeed reads groups and sizes from its grid; here they are those of the caller's unit. Every rank
-creates every group in the same order (`communicators`). The model-parallel group is the world,
-whose ranks are counted by stage and TP rank so that different weights have different ranks;
-DeepSpeed does not know of TP itself. To DeepSpeed all ranks that hold the same weights are data
-parallel, including those of a CP group. Where EP is above 1, experts have replicas of their own.
+Units differ in DP, CP and TP sizes, so groups and sizes are those of the caller's unit. Every rank
+creates every group in the same order (`communicators`). To DeepSpeed all ranks that hold the same
+weights are data parallel, including those of a CP group, and nothing is model parallel. Where EP is
+above 1, experts have replicas of their own.
 """
 
 from __future__ import annotations
 
 import torch.distributed as dist
-from deepspeed.runtime.pipe.topology import PipelineParallelGrid, ProcessTopology
 
 from disttrain_cli.models.group import Group
 from disttrain_cli.runtime.units import communicators
-from disttrain_cli.spec.stage_graph import Coordinates, RankCoords, StageGraph
+from disttrain_cli.spec.stage_graph import RankCoords, StageGraph
 
 
-class RaggedTopology(ProcessTopology):
-    """Coordinates (pipe, data, model) of all ranks; `get_dim` depends on the caller's unit.
-
-    This holds for `get_dim('data')` and `get_dim('model')`.
-    """
-
-    def __init__(self, graph: StageGraph, coords: RankCoords) -> None:
-        super().__init__(axes=list(Coordinates._fields), dims=[0, 0, 0])
-        self.dims = [len(graph.stages), coords.unit.dp_cp_size, coords.unit.tp]
-        self.mapping = graph.rank_by_coordinates
-
-
-class UnitGrid(PipelineParallelGrid):
-    """Groups and sizes for the caller's coordinates; the getters are DeepSpeed's own."""
+class UnitGrid:
+    """Groups and sizes for the caller's coordinates, with the getters that DeepSpeed calls."""
 
     tp: Group | None = None  # the TP group, if it has more than one rank
     cp: Group | None = None  # the CP group, likewise
     ep: Group | None = None  # the EP group, likewise
     replicas: Group  # ranks with the same weights
+    replica_ranks: list[int]  # their numbers
     expert_replicas: Group  # ranks with the same experts: `replicas` where EP is 1
     # this rank and its tied-embedding peer, if any
     twins: dist.ProcessGroup | None = None
@@ -46,22 +33,6 @@ class UnitGrid(PipelineParallelGrid):
     exchanges: dict[str, tuple[bool, list[int]]]
 
     def __init__(self, graph: StageGraph, coords: RankCoords) -> None:
-        self._topo = RaggedTopology(graph, coords)
-        self.global_rank = coords.rank
-        self.world_size = graph.world_size
-        self.data_parallel_size = coords.unit.dp_cp_size
-        self.pipe_parallel_size = len(graph.stages)
-        self.model_parallel_size = self.slice_parallel_size = 1
-        self.stage_id = coords.stage.number
-        self.data_parallel_id = coords.holder
-        self.is_first_stage = self.is_last_stage = True
-        self.ds_model_proc_group = dist.group.WORLD
-        self.ds_model_world_size = sum(stage.tp for stage in graph.stages)
-        self.ds_model_rank = (
-            sum(stage.tp for stage in graph.stages[: coords.stage.number]) + coords.tp_rank
-        )
-        self.dp_groups: list[list[int]] = []
-        self.p2p_groups: list[list[int]] = []
         self.groups, self.ways, self.exchanges = {"world": dist.group.WORLD}, {}, {}
         for one in communicators.communicators(graph, messages=communicators.in_order()):
             group = dist.new_group(
@@ -69,24 +40,20 @@ class UnitGrid(PipelineParallelGrid):
                 group_desc=one.name,
                 pg_options=communicators.nccl_options(one.kind, dist.get_backend()),
             )
-            if one.kind == "data parallel":
-                self.dp_groups.append(list(one.ranks))
             if coords.rank in one.ranks:
                 self.groups[one.name] = group
                 self._join(one, group, coords)
-                if one.way is not None:
+                if one.ways:
                     self.exchanges[one.name] = (
-                        coords.stage.number == one.way[0],
-                        communicators.peers(graph, one.way, coords.rank),
+                        coords.rank in graph.stages[one.ways[0][0]].ranks,
+                        communicators.peers(graph, one.ways[0], coords.rank),
                     )
-        self.pp_group, self.pp_proc_group = list(range(self.world_size)), dist.group.WORLD
-        self.slice_group, self.slice_proc_group = [coords.rank], None
 
     def _join(
         self, one: communicators.Communicator, group: dist.ProcessGroup, coords: RankCoords
     ) -> None:
         if one.kind == "data parallel":
-            self.dp_group, self.dp_proc_group = list(one.ranks), group
+            self.replica_ranks = list(one.ranks)
             self.replicas = Group(group, len(one.ranks), coords.holder)
             self.expert_replicas = self.replicas
         elif one.kind == "tensor parallel":
@@ -99,5 +66,22 @@ class UnitGrid(PipelineParallelGrid):
             self.expert_replicas = Group(group, len(one.ranks), coords.expert_holder)
         elif one.kind == "tied weights":
             self.twins = group
-        elif one.way is not None:
-            self.ways[one.way] = group
+        self.ways |= dict.fromkeys(one.ways, group)
+
+    def get_data_parallel_group(self) -> dist.ProcessGroup | None:
+        return self.replicas.ranks
+
+    def get_data_parallel_group_ranks(self) -> list[int]:
+        return self.replica_ranks
+
+    def get_data_parallel_world_size(self) -> int:
+        return self.replicas.size
+
+    def get_model_parallel_group(self) -> None:
+        """Return no group: norms are computed by our engine."""
+
+    def get_model_parallel_world_size(self) -> int:
+        return 1
+
+    def get_model_parallel_rank(self) -> int:
+        return 0

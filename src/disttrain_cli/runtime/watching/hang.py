@@ -66,17 +66,18 @@ def diagnose(states: Mapping[int, State], stages: Sequence[Stage], silent: set[i
 
 def _waits_for(state: State, states: Mapping[int, State], stages: Sequence[Stage]) -> list[int]:
     """Return the ranks that a rank's operation waits for; none where it runs locally."""
-    stage = next(stage for stage in stages if state.rank in stage.ranks)
+    own = [stage for stage in stages if state.rank in stage.ranks]
+    stage = own[0]
     if state.operation in (*UPSTREAM, *DOWNSTREAM, "wait"):
         numbers = (
-            *(stage.before if state.operation not in DOWNSTREAM else ()),
-            *(stage.after if state.operation not in UPSTREAM else ()),
+            *(one for each in own if state.operation not in DOWNSTREAM for one in each.before),
+            *(one for each in own if state.operation not in UPSTREAM for one in each.after),
         )
         return [rank for number in numbers for rank in stages[number].ranks]
     if state.operation in TOGETHER:
         group: Sequence[int] = list(states)
     elif state.operation == "reduce":
-        twins = () if stage.twin is None else stages[stage.twin].ranks
+        twins = [rank for one in own if one.twin is not None for rank in stages[one.twin].ranks]
         place = stage.ranks.index(state.rank)
         group = [*stage.ranks, *twins[place : place + 1]]
     elif state.operation not in COMPUTE:
@@ -111,7 +112,7 @@ class HangWatch:
 
     def __init__(self, folder: Path, logs: Path, stages: Sequence[Stage], hang_s: float) -> None:
         self._folder, self._logs, self._stages, self._hang_s = folder, logs, stages, hang_s
-        self._ranks = [rank for stage in stages for rank in stage.ranks]
+        self._ranks = [rank for stage in stages if not stage.chunk for rank in stage.ranks]
         self._states: dict[int, State] = {}
         self._beaten_s: dict[int, float] = {}
         self._moved_s = self._looked_s = time.monotonic()

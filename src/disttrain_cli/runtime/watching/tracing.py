@@ -241,6 +241,15 @@ class Tracer:
             "host": socket.gethostname(),
         }
 
+    @property
+    def stage(self) -> int:
+        """Stage of its unit that the next rows belong to."""
+        return int(self._coords["stage"])
+
+    @stage.setter
+    def stage(self, index: int) -> None:
+        self._coords["stage"] = index
+
     def begin(self, operation: str, slot: int = -1, module: str = "") -> None:
         """Start an operation, for the detection of hangs and for torch's profile."""
         if self.pulse is not None:

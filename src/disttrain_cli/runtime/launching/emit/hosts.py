@@ -58,7 +58,7 @@ def place_ranks(graph: StageGraph, hosts: Sequence[Host]) -> list[Node]:
     largest = max((host.slots for host in hosts), default=0)
     groups = sorted(
         group
-        for stage in graph.stages
+        for stage in graph.first_stages
         for group in (
             stage.replica_groups() if stage.unit.tp_cp_size <= largest else stage.tp_groups()
         )
