@@ -70,6 +70,7 @@ class Group:
     barrier: Barrier
     given: list[Any]
     nodes: int
+    overlap: bool = False
     sent: list[int] = field(default_factory=list)  # bytes of each exchange to other ranks
 
     def exchanged(self, rows: Tensor, give: list[int], take: list[int]) -> Tensor:
@@ -107,8 +108,9 @@ def run(layer: Any, rows: Tensor, index: Tensor, weights: Tensor) -> dict[str, T
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("ep", "nodes"), [(2, 1), (2, 2), (4, 1), (4, 2)])
+@pytest.mark.parametrize("overlap", [False, True])
 def test_divided_experts_are_those_in_one_place(
-    form: str, routing: str, ep: int, nodes: int
+    form: str, routing: str, ep: int, nodes: int, overlap: bool
 ) -> None:
     layer, (counts, allowed) = made(form), ROUTINGS[routing]
     generator = torch.Generator().manual_seed(1)
@@ -124,7 +126,7 @@ def test_divided_experts_are_those_in_one_place(
     def of_rank(rank: int) -> dict[str, Tensor]:
         own = copy.deepcopy(layer)
         shard_experts(own, ep=ep, rank=rank)
-        join_experts(own, Group(ep, rank, barrier, given, nodes))  # type: ignore[arg-type]
+        join_experts(own, Group(ep, rank, barrier, given, nodes, overlap))  # type: ignore[arg-type]
         parts = (each.split(counts)[rank] for each in (rows, index, weights))
         return run(own, *parts)
 
