@@ -358,7 +358,7 @@ def test_halves_are_chosen_where_they_save_time() -> None:
 
 
 def test_groups_that_begin_inside_a_node_are_priced_by_their_nodes() -> None:
-    profile = synthetic.over_nodes(PROFILE, 4)
+    profile = synthetic.on_nodes(PROFILE, 4)
     given = over(4)
     begins_at = {3: (4, 0), 4: (0, 1)}  # first rank of the LLM → nodes of its groups, crossings
     for encoders, (nodes, inside) in begins_at.items():

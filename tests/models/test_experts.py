@@ -137,15 +137,15 @@ def test_divided_experts_are_those_in_one_place(
         torch.testing.assert_close(parts, whole, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("ep", "nodes"), [(4, 1), (4, 2)])
-def test_bytes_of_exchanges_are_those_of_prices(ep: int, nodes: int) -> None:
+@pytest.mark.parametrize(("ep", "nodes", "overlap"), [(4, 1, True), (4, 2, False), (4, 2, True)])
+def test_bytes_of_exchanges_are_those_of_prices(ep: int, nodes: int, overlap: bool) -> None:
     layer, rows, width = made("gated"), 1000, CONFIG["hidden_size"]
     barrier, given = Barrier(ep), [None] * ep
     generator = torch.Generator().manual_seed(2)
     index = torch.rand(ep, rows, EXPERTS, generator=generator).argsort(2)[:, :, :CHOSEN]
 
     def of_rank(rank: int) -> list[int]:
-        own, group = copy.deepcopy(layer), Group(ep, rank, barrier, given, nodes)
+        own, group = copy.deepcopy(layer), Group(ep, rank, barrier, given, nodes, overlap)
         shard_experts(own, ep=ep, rank=rank)
         join_experts(own, group)  # type: ignore[arg-type]
         run(own, torch.randn(rows, width), index[rank], torch.rand(rows, CHOSEN))
@@ -160,12 +160,12 @@ def test_bytes_of_exchanges_are_those_of_prices(ep: int, nodes: int) -> None:
     between = profile.links if nodes > 1 else None
     links = profile.links.model_copy(update={"gpus_per_node": ep // nodes, "inter_node": between})
     profile = profile.model_copy(update={"links": links, "precision": "fp32"})
-    priced = exchanged_bytes(profile, "llm", cost, ParallelShape(ep=ep), "trained")
-    hops = nodes if nodes > 1 else 1
-    assert len(priced) == hops and sent.shape == (ep, 1 + 4 * hops)  # counts, and two ways each
-    by_hop = sent[:, 1 : 1 + hops] + sent[:, 1 + 2 * hops : 1 + 3 * hops]
-    by_hop += (sent[:, 1 + hops : 1 + 2 * hops] + sent[:, 1 + 3 * hops :]).flip(1)
-    for (_, size), mean in zip(priced, by_hop.mean(0) / rows, strict=True):
+    shape = ParallelShape(ep=ep, ep_overlap=overlap)
+    priced = exchanged_bytes(profile, "llm", cost, shape, "trained")
+    # behind the counts: of each half, out and back, forward and backward
+    ways = sent[:, 1:].reshape(ep, 4, 1 + overlap, nodes)
+    by_hop = ways[:, ::2] + ways[:, 1::2].flip(3)
+    for (_, size), mean in zip(priced, by_hop.sum((1, 2)).mean(0) / rows, strict=True):
         assert size == pytest.approx(float(mean), rel=0.03)
 
 
