@@ -200,7 +200,7 @@ def overlap_helps(
             for layer in zip(
                 profile.modules[name].layers, backwards(profile, trained)[name], strict=True
             )
-            for sent in _known_ms(profile, name, *layer, replace(shape, ep_overlap=overlap))
+            for sent in kind_exchanged_ms(profile, name, *layer, replace(shape, ep_overlap=overlap))
         )
         for overlap in (False, True)
     }
@@ -208,9 +208,10 @@ def overlap_helps(
 
 
 @memoised
-def _known_ms(
+def kind_exchanged_ms(
     profile: Profile, name: str, kind: str, does: Backward, shape: ParallelShape
 ) -> tuple[Polynomial, Polynomial]:
+    """Return `exchanged_ms` of a kind of layer of a module."""
     return exchanged_ms(profile, name, profile.modules[name].costs[kind], shape, does)
 
 
@@ -233,23 +234,18 @@ def _passes_ms(
     way = Polynomial(base=1e3 * latency_s)
     computing = _computing_ms(profile, name, cost, shape, does)
     sent = _sent_ms(profile, name, cost.experts, shape, load)
-    if does == "still":
-        sent = sent[:1]
     if not shape.ep_overlap:
-        forward, backward = [
-            *(
-                combine((2.0, way), (1.0, each), (load - 1.0, experts))
-                for each, experts in zip(sent, computing, strict=False)
-            ),
-            NOTHING,
-        ][:2]
-        return forward, backward
+        forward, backward = (
+            combine((2.0, way), (1.0, each), (load - 1.0, experts))
+            for each, experts in zip(sent, computing, strict=True)
+        )
+        return forward, NOTHING if does == "still" else backward
     mean = profile.modules[name].work_per_sequence
     tiles = TILE_ROWS * cost.experts.total / shape.ep
     tiles /= sent_rows(profile, name, shape) * cost.experts.chosen
     found = []
     for each, experts, halved_s in zip(
-        sent, computing, _halved_s(profile, cost.experts, shape, does), strict=False
+        sent, computing, _halved_s(profile, cost.experts, shape, does), strict=True
     ):
         half = combine((0.25, each), (1.0, way))
         fixed = Polynomial(base=1e3 * halved_s / 2.0 + tiles * experts(mean))
@@ -258,8 +254,8 @@ def _passes_ms(
         computed = combine((1.0, computed), (SLOWED, slowed))
         longer = max((computed, half), key=lambda time: time(mean))
         found.append(combine((2.0, half), (2.0, longer), (-1.0, experts)))
-    forward, backward = [*found, NOTHING][:2]
-    return forward, backward
+    forward, backward = found
+    return forward, NOTHING if does == "still" else backward
 
 
 def _halved_s(
