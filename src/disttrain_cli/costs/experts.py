@@ -28,6 +28,7 @@ a stage's mixtures for saved activations, of the worst mixture for what a pass h
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -190,29 +191,29 @@ def overlap_helps(
     shape: ParallelShape,
     trained: Sequence[str] | None = None,
 ) -> bool:
-    """Return True if exchanging rows in two halves shortens a slot of one mean sequence."""
+    """Return True if exchanging rows in two halves shortens a slot of one mean sequence.
+
+    Without recomputation.
+    """
     if shape.ep == 1:
         return False
-    whole_ms = {
-        overlap: sum(
-            sent(profile.modules[name].work_per_sequence)
-            for name in modules
-            for layer in zip(
-                profile.modules[name].layers, backwards(profile, trained)[name], strict=True
+    saved_ms = 0.0
+    for name in modules:
+        module = profile.modules[name]
+        layers = Counter(zip(module.layers, backwards(profile, trained)[name], strict=True))
+        for (kind, does), count in layers.items():
+            if (experts := module.costs[kind].experts) is None:
+                continue
+            load = routing.slowest(experts, ep=shape.ep, rows=sent_rows(profile, name, shape))
+            whole_ms, halves_ms = (
+                sum(
+                    time(module.work_per_sequence)
+                    for time in _passes_ms(profile, name, module.costs[kind], one, does, load)
+                )
+                for one in (replace(shape, ep_overlap=False), replace(shape, ep_overlap=True))
             )
-            for sent in kind_exchanged_ms(profile, name, *layer, replace(shape, ep_overlap=overlap))
-        )
-        for overlap in (False, True)
-    }
-    return whole_ms[True] < whole_ms[False]
-
-
-@memoised
-def kind_exchanged_ms(
-    profile: Profile, name: str, kind: str, does: Backward, shape: ParallelShape
-) -> tuple[Polynomial, Polynomial]:
-    """Return `exchanged_ms` of a kind of layer of a module."""
-    return exchanged_ms(profile, name, profile.modules[name].costs[kind], shape, does)
+            saved_ms += count * (whole_ms - halves_ms)
+    return saved_ms > 0.0
 
 
 def _passes_ms(

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from disttrain_cli.calls import call
-from disttrain_cli.costs.experts import kind_exchanged_ms, local_shard
+from disttrain_cli.costs.experts import exchanged_ms, local_shard
 from disttrain_cli.costs.freezing import Backward, backwards
 from disttrain_cli.costs.memoised import memoised
 from disttrain_cli.errors import SpecError
@@ -94,7 +94,7 @@ def unit_times(
                 forward_parts(shard, overlap),
                 backward_parts(shard, does, shape.recompute, overlap),
             )
-            exchanged = kind_exchanged_ms(profile, name, kind, does, shape)
+            exchanged = exchanged_ms(profile, name, module.costs[kind], shape, does)
             times = [
                 time
                 for parts, sent in zip(passes, exchanged, strict=True)

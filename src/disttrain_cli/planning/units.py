@@ -285,7 +285,7 @@ class Unit:
         """Return True if overlapping exchanges of its EP groups with experts is faster."""
         if not self.cluster.hides or shape.ep == 1:
             return False
-        alike = replace(shape.of_replica, ep_overlap=False)
+        alike = replace(shape.of_replica, cp_comm_type="a2a", recompute=False, ep_overlap=False)
         return experts.overlap_helps(self.profile, self.modules, alike, self.cluster.trained)
 
     def layer_ms(self, shape: ParallelShape, overlap: bool | None = None) -> tuple[Floats, Floats]:
