@@ -463,23 +463,24 @@ def held_bytes(
 
     They are in addition to `kept_bytes` and to `transient`, that of a layer with all experts. At
     its experts a rank holds what these do for the rows of the worst mixture, and a row's result;
-    rows in exchanges are fewer. Of halves, experts hold what one needs, next to the other's arrived
-    rows and its gradients of the experts' weights. The peak is there or elsewhere in the layer, at
-    any number of sequences: fixed bytes, which may be negative, make it exact for one and for many.
+    rows in exchanges are fewer. Of halves it holds what one needs, and in the backward of the other
+    a gradient of the experts' weights in place of what the first had saved. The peak is there or
+    elsewhere in the layer, at any number of sequences: fixed bytes, which may be negative, make it
+    exact for one and for many.
     """
     if shape.ep == 1 or cost.experts is None:
         return 0.0, 0.0
     load = working_load(profile, name, cost, shape)
     more = (load - kept_load(profile, name, cost, shape)) * _saved_bytes(cost.experts, does)
     working = load * cost.experts.chosen * cost.experts.working_bytes
-    gradients = 0.0
-    if shape.ep_overlap:
-        arrived = _routed_rows(profile, name, cost.experts, shape, load).arrived
-        working = (working + arrived * _row_bytes(profile, cost.experts)) / 2.0
-        if does == "trained":
-            gradients = cost.experts.trained / shape.ep * VALUE_BYTES[profile.precision]
     mean = profile.modules[name].work_per_sequence
     rows = max(1.0, context.rows(profile, name, mean)) / shape.cp
+    gradients = 0.0
+    if shape.ep_overlap:
+        working /= 2.0
+        saved = load * cost.experts.chosen * _saved_bytes(cost.experts, does) / 2.0 / shape.tp
+        weight_bytes = cost.experts.trained / shape.ep * VALUE_BYTES[profile.precision]
+        gradients = max(0.0, weight_bytes - saved * rows) * (does == "trained")
     here = (working + _row_bytes(profile, cost.experts)) / shape.tp
     slope = (transient(mean) - transient.base) / shape.cp / rows
     fixed = max(0.0, transient.base + (slope - here) * rows) - transient.base
