@@ -483,9 +483,9 @@ def held_bytes(
         gradients = max(0.0, weight_bytes - saved * rows) * (does == "trained")
     here = (working + _row_bytes(profile, cost.experts)) / shape.tp
     slope = (transient(mean) - transient.base) / shape.cp / rows
-    fixed = max(0.0, transient.base + (slope - here) * rows) - transient.base
+    elsewhere = transient.base + (slope - here) * rows if here > slope else transient.base
     return (
-        (fixed if here > slope else 0.0) + gradients,
+        max(gradients, elsewhere) - transient.base,
         more * cost.experts.chosen / shape.tp + max(0.0, here - slope),
     )
 
