@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from disttrain_cli.costs.experts import exchanged_ms, local_shard, misfit
+from disttrain_cli.costs.experts import (
+    HALF_S,
+    SLOWED,
+    TILE_ROWS,
+    _computing_ms,
+    exchanged_bytes,
+    exchanged_ms,
+    local_shard,
+    misfit,
+    overlap_helps,
+    placed,
+)
 from disttrain_cli.costs.layout import optimizer_s, reduce_s, replica_ms, stages_of
 from disttrain_cli.costs.links import all_reduce_s, exchange_s
 from disttrain_cli.costs.memory import GIB, bytes_per_parameter, layout_memory
@@ -13,7 +26,7 @@ from disttrain_cli.costs.overlap import hidden
 from disttrain_cli.costs.routing import QUANTILE, balanced, drawn, slowest
 from disttrain_cli.costs.stage import unit_times
 from disttrain_cli.planning.traffic import traffic_of
-from disttrain_cli.spec.layer_costs import Experts, Polynomial
+from disttrain_cli.spec.layer_costs import Experts, Polynomial, combine
 from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.shape import ParallelShape
@@ -300,3 +313,65 @@ def test_replicas_of_a_group_take_as_long_as_the_busiest() -> None:
 def test_a_wrong_degree_is_refused_by_name(modules: list[str], ep: int, words: str | None) -> None:
     why = misfit(PROFILE, modules, ParallelShape(dp=24, ep=ep))
     assert (why is None) if words is None else (why is not None and words in why)
+
+
+@pytest.mark.parametrize("factor", [0.0, 1.0, 1e3])
+def test_halves_expose_the_first_dispatch_and_the_last_combine(factor: float) -> None:
+    """Whether the experts take no time, some, or far longer than the exchanges."""
+    profile, shape = balanced(PROFILE), ParallelShape(ep=4)
+    cost, work = profile.modules["llm"].costs["block"], profile.modules["llm"].work_per_sequence
+    shard = cost.tp["1"]
+    times = {
+        name: combine((factor, getattr(shard, name))) for name in ("forward_ms", "backward_ms")
+    }
+    cost = cost.model_copy(update={"tp": {"1": shard.model_copy(update=times)}})
+    experts = [part(work) for part in _computing_ms(profile, "llm", cost, shape, "trained")]
+    whole, halves = (
+        [part(work) for part in exchanged_ms(profile, "llm", cost, one, "trained")]
+        for one in (shape, replace(shape, ep_overlap=True))
+    )
+    latency_ms = 1e3 * exchange_s(profile.links, 0.0, 4, 4)
+    tiles = TILE_ROWS * TOTAL / 4 / (work.items * profile.inputs.sequence_length * CHOSEN)
+    for counts_ms, before, after, computing_ms in zip(
+        (latency_ms, 0.0), whole, halves, experts, strict=True
+    ):
+        way_ms = (before - counts_ms) / 4 + latency_ms / 2  # half of the rows, all of the latency
+        half_ms = computing_ms * (0.5 + tiles) + 1e3 * HALF_S / 2
+        slowed_ms = half_ms + SLOWED * min(half_ms, way_ms)
+        expected = 2 * way_ms + 2 * max(way_ms, slowed_ms) - computing_ms
+        assert after - counts_ms == pytest.approx(expected)
+        assert computing_ms > 0.0 or after > before
+
+
+def test_halves_are_chosen_where_they_save_time() -> None:
+    def helps(profile: Profile, ep: int = 4) -> bool:
+        return overlap_helps(profile, ("llm",), ParallelShape(ep=ep))
+
+    links = PROFILE.links
+    slow, instant = (
+        links.model_copy(update={"all_gather_gbps": rate, "all_gather_us": 0.0})
+        for rate in (1e-3 * links.all_gather_gbps, 1e9)
+    )
+    assert helps(PROFILE.model_copy(update={"links": slow}))
+    assert not helps(PROFILE.model_copy(update={"links": slow}), ep=1)
+    assert not helps(PROFILE.model_copy(update={"links": instant}))
+
+
+def test_groups_that_begin_inside_a_node_are_priced_by_their_nodes() -> None:
+    profile = synthetic.on_nodes(PROFILE, 4)
+    given = over(4)
+    begins_at = {3: (4, 0), 4: (0, 1)}  # first rank of the LLM → nodes of its groups, crossings
+    for encoders, (nodes, inside) in begins_at.items():
+        units = [
+            unit.model_copy(update={"dp": encoders, "gpus": encoders})
+            if unit.modules == ["image_encoder"]
+            else unit
+            for unit in given.units
+        ]
+        layout = given.model_copy(update={"units": units, "gpus_used": encoders + 9})
+        stage = next(one for one in stages_of(profile, layout) if one.unit.name == "l")
+        shape = placed(profile, stage)
+        assert (stage.ranks[0], shape.ep_nodes) == (encoders, nodes)
+        cost = profile.modules["llm"].costs["block"]
+        (link, _), *others = exchanged_bytes(profile, "llm", cost, shape, "trained")
+        assert not others and (link == profile.links.of(True)) == bool(inside)

@@ -72,6 +72,7 @@ class Group:
     barrier: Barrier
     given: list[Any]
     nodes: int
+    overlap: bool = False
     sent: list[int] = field(default_factory=list)  # bytes of each exchange to other ranks
 
     def exchanged(self, rows: Tensor, give: list[int], take: list[int]) -> Tensor:
@@ -109,8 +110,9 @@ def run(layer: Any, rows: Tensor, index: Tensor, weights: Tensor) -> dict[str, T
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("ep", "nodes"), [(2, 1), (2, 2), (4, 1), (4, 2)])
+@pytest.mark.parametrize("overlap", [False, True])
 def test_divided_experts_are_those_in_one_place(
-    form: str, routing: str, ep: int, nodes: int
+    form: str, routing: str, ep: int, nodes: int, overlap: bool
 ) -> None:
     layer, (counts, allowed) = made(form), ROUTINGS[routing]
     generator = torch.Generator().manual_seed(1)
@@ -126,7 +128,7 @@ def test_divided_experts_are_those_in_one_place(
     def of_rank(rank: int) -> dict[str, Tensor]:
         own = copy.deepcopy(layer)
         shard_experts(own, ep=ep, rank=rank)
-        join_experts(own, Group(ep, rank, barrier, given, nodes))  # type: ignore[arg-type]
+        join_experts(own, Group(ep, rank, barrier, given, nodes, overlap))  # type: ignore[arg-type]
         parts = (each.split(counts)[rank] for each in (rows, index, weights))
         return run(own, *parts)
 
@@ -137,15 +139,15 @@ def test_divided_experts_are_those_in_one_place(
         torch.testing.assert_close(parts, whole, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("ep", "nodes"), [(4, 1), (4, 2)])
-def test_bytes_of_exchanges_are_those_of_prices(ep: int, nodes: int) -> None:
+@pytest.mark.parametrize(("ep", "nodes", "overlap"), [(4, 1, True), (4, 2, False), (4, 2, True)])
+def test_bytes_of_exchanges_are_those_of_prices(ep: int, nodes: int, overlap: bool) -> None:
     layer, rows, width = made("gated"), 1000, CONFIG["hidden_size"]
     barrier, given = Barrier(ep), [None] * ep
     generator = torch.Generator().manual_seed(2)
     index = torch.rand(ep, rows, EXPERTS, generator=generator).argsort(2)[:, :, :CHOSEN]
 
     def of_rank(rank: int) -> list[int]:
-        own, group = copy.deepcopy(layer), Group(ep, rank, barrier, given, nodes)
+        own, group = copy.deepcopy(layer), Group(ep, rank, barrier, given, nodes, overlap)
         shard_experts(own, ep=ep, rank=rank)
         join_experts(own, group)  # type: ignore[arg-type]
         run(own, torch.randn(rows, width), index[rank], torch.rand(rows, CHOSEN))
@@ -160,12 +162,12 @@ def test_bytes_of_exchanges_are_those_of_prices(ep: int, nodes: int) -> None:
     between = profile.links if nodes > 1 else None
     links = profile.links.model_copy(update={"gpus_per_node": ep // nodes, "inter_node": between})
     profile = profile.model_copy(update={"links": links, "precision": "fp32"})
-    priced = exchanged_bytes(profile, "llm", cost, ParallelShape(ep=ep), "trained")
-    hops = nodes if nodes > 1 else 1
-    assert len(priced) == hops and sent.shape == (ep, 1 + 4 * hops)  # counts, and two ways each
-    by_hop = sent[:, 1 : 1 + hops] + sent[:, 1 + 2 * hops : 1 + 3 * hops]
-    by_hop += (sent[:, 1 + hops : 1 + 2 * hops] + sent[:, 1 + 3 * hops :]).flip(1)
-    for (_, size), mean in zip(priced, by_hop.mean(0) / rows, strict=True):
+    shape = ParallelShape(ep=ep, ep_overlap=overlap)
+    priced = exchanged_bytes(profile, "llm", cost, shape, "trained")
+    # behind the counts: of each half, out and back, forward and backward
+    ways = sent[:, 1:].reshape(ep, 4, 1 + overlap, nodes)
+    by_hop = ways[:, ::2] + ways[:, 1::2].flip(3)
+    for (_, size), mean in zip(priced, by_hop.sum((1, 2)).mean(0) / rows, strict=True):
         assert size == pytest.approx(float(mean), rel=0.03)
 
 

@@ -1,5 +1,6 @@
 """Mixtures of experts train alike on every layout: EP 2 and 4 with TP, CP, DP and PP, ZeRO 0 and 1,
-recomputing, a split backward, overlapped reductions, frozen experts; EP groups in one node, in two.
+recomputing, a split backward, overlapped reductions, frozen experts; EP groups in one node, in two;
+rows exchanged at once or in halves.
 
 Losses, norms and parameters equal a single process (fp32, 1e-5).
 """
@@ -82,11 +83,18 @@ BOTH = [EYE, LLM]
 #: On eight ranks. The encoder is embed, two blocks, projector; the LLM embed, three blocks, head.
 CASES = {
     "qwen3 tp2 dp2 pp2 ep4": Case(
-        "qwen3_moe", [_unit("all", BOTH, [5, 4], 2, 2, ep=4)], 2, None, zero_stage=1
+        "qwen3_moe",
+        [_unit("all", BOTH, [5, 4], 2, 2, ep=4, ep_overlap=True)],
+        2,
+        None,
+        zero_stage=1,
     ),
     "qwen3 dp4-dp4 ep4 recomputed": Case(
         "qwen3_moe",
-        [_unit("e", [EYE], [4], 4), _unit("l", [LLM], [5], 4, ep=4, checkpointing=True)],
+        [
+            _unit("e", [EYE], [4], 4),
+            _unit("l", [LLM], [5], 4, ep=4, ep_overlap=True, checkpointing=True),
+        ],
         1,
         None,
     ),
@@ -95,13 +103,16 @@ CASES = {
     ),
     "qwen3 tp4 ep2 later, pp2": Case(
         "qwen3_moe",
-        [_unit("all", BOTH, [6, 3], 1, 4, ep=2, weight_delay=[1, 0])],
+        [_unit("all", BOTH, [6, 3], 1, 4, ep=2, ep_overlap=True, weight_delay=[1, 0])],
         2,
         None,
         zero_stage=1,
     ),
     "qwen3 frozen experts ep4": Case(
-        "qwen3_moe", [_unit("e", [EYE], [4], 4), _unit("l", [LLM], [5], 4, ep=4)], 1, [EYE]
+        "qwen3_moe",
+        [_unit("e", [EYE], [4], 4), _unit("l", [LLM], [5], 4, ep=4, ep_overlap=True)],
+        1,
+        [EYE],
     ),
     "qwen3 first layer without gradients ep2": Case(
         "qwen3_moe",
@@ -114,7 +125,7 @@ CASES = {
         "mixtral",
         [
             _unit("e", [EYE], [4], 4),
-            _unit("l", [LLM], [5], 2, cp=2, ep=4, cp_comm_type="all_gather"),
+            _unit("l", [LLM], [5], 2, cp=2, ep=4, ep_overlap=True, cp_comm_type="all_gather"),
         ],
         1,
         None,

@@ -7,7 +7,7 @@ import pytest
 
 from disttrain_cli.api.presets import preset_text
 from disttrain_cli.costs.layout import CostedStage, stages_of
-from disttrain_cli.simulation.routing import added_s, routed_rows, with_routing
+from disttrain_cli.simulation.routing import added_s, dispatched_rows, routed_rows, with_routing
 from disttrain_cli.simulation.step import pipeline_of
 from disttrain_cli.spec.layer_costs import Experts
 from disttrain_cli.spec.plan import Layout, UnitPlan
@@ -80,6 +80,27 @@ def test_rows_of_a_group_are_all_that_its_ranks_send(made: Made) -> None:
     assert rows is not None and rows.shape == (len(stage.layers), EP, EP)
     assert len(np.unique(rows.sum(axis=2))) == 1 and len(np.unique(rows.sum(axis=1))) > 1
     assert routed_rows(profile, stages[0], "image_encoder", (7, 3, 0), 0) is None
+
+
+def test_a_row_goes_once_to_each_rank_and_node_of_its_experts(made: Made) -> None:
+    profile, _, stages = made
+    stage = next(one for one in stages if one.unit.name == "llm")
+    experts = next(
+        cost.experts for cost in profile.modules["llm"].costs.values() if cost.experts is not None
+    )
+    for slot in range(SLOTS):
+        at = "llm", (0, 0, slot), 0
+        for nodes in (1, EP):
+            found = dispatched_rows(profile, stage, *at, nodes)
+            assert found is not None
+            pairs, by_rank, by_node = found
+            assert (pairs == routed_rows(profile, stage, *at)[0]).all()
+            rows = pairs.sum() // EP // experts.chosen
+            assert (by_rank < pairs).all() and (by_rank < rows).all()
+            if nodes == EP:
+                assert (by_node == by_rank).all()
+            else:
+                assert (by_node == rows).all() and (by_rank.sum(axis=1) > rows).all()
 
 
 def test_only_passes_with_experts_change(made: Made) -> None:

@@ -64,7 +64,7 @@ def show_layout(
                 if hides
                 else unit.tp_degree,
                 *([unit.cp_degree] if shares else []),
-                *([unit.ep] if divides else []),
+                *([f"{unit.ep}{' overlapped' * unit.ep_overlap}"] if divides else []),
                 unit.dp,
                 unit.pp,
                 f"{unit.gpus:,}",

@@ -9,6 +9,16 @@ one after the other, once to each node over the network and then once to each ra
 weights are not read there, nor their gradients summed. The host's wait for the counts is not
 priced.
 
+Where exchanges overlap (`ParallelShape.ep_overlap`), a rank's rows go in two halves. With x the
+time of one half one way, hops and copies, and e that of the experts for one half, a pass takes
+
+    x + max(x, e) + max(e, x) + x
+
+for dispatch, experts and combine, instead of 4 x + 2 e: the first half's dispatch and the second
+half's combine are exposed. e includes what halves cost: experts' weights are read twice and have
+two gradients, which are added; an expert's rows fill tiles less; more kernels start; and GEMMs have
+fewer multiprocessors while messages run. Which of x and e is longer is decided at a mean sequence.
+
 Rows do not arrive evenly (`costs.routing`). All ranks of a group wait for the one with most rows in
 every layer, so exchanges and experts take as long as on that rank, in expectation. Experts' time is
 their share of a layer's by FLOPs. Memory is that of the fullest rank at a quantile: of the sum over
@@ -18,17 +28,21 @@ a stage's mixtures for saved activations, of the worst mixture for what a pass h
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
-from disttrain_cli.costs import context, routing
+from disttrain_cli.costs import context, nccl, routing
 from disttrain_cli.costs.context import NOTHING, VALUE_BYTES, by_rows
-from disttrain_cli.costs.freezing import Backward
+from disttrain_cli.costs.freezing import Backward, backwards
 from disttrain_cli.costs.hardware import moved_s
 from disttrain_cli.costs.links import GIGABIT_BYTES, exchange_s, ring_bytes
+from disttrain_cli.costs.memoised import memoised
 from disttrain_cli.spec.layer_costs import Experts, LayerCost, LayerShard, Polynomial, combine
 from disttrain_cli.spec.profile import LinkTimes, Profile
 from disttrain_cli.spec.shape import ParallelShape
+from disttrain_cli.spec.stage_graph import Stage
 
 #: Bytes of an expert's weight that travels with a row, and with its index.
 WEIGHT_BYTES, ROUTE_BYTES = 4.0, 8.0
@@ -36,6 +50,13 @@ WEIGHT_BYTES, ROUTE_BYTES = 4.0, 8.0
 POSITION_BYTES = 8.0
 #: Bytes that adding to a weight's fp32 gradient sum moves besides: it is read and written.
 SUM_BYTES = 8.0
+# Of a pass whose rows go in halves; UNMEASURED.
+#: Rows by which tiles of a grouped GEMM exceed an expert's rows: half a tile.
+TILE_ROWS = 64
+#: Further kernels' starts: about 40 of 1 µs.
+HALF_S = 40e-6
+#: Slowdown of GEMMs while messages run: channels take multiprocessors, of 132.
+SLOWED = nccl.CONTEXT_CTAS / (132 - nccl.CONTEXT_CTAS)
 #: Fewest stages over which the mixtures of a module are taken to be distributed.
 STAGES = 8
 
@@ -105,6 +126,17 @@ def local_shard(
     return shard.model_copy(update=times)
 
 
+def placed(profile: Profile, stage: Stage) -> ParallelShape:
+    """Return a stage's shape with the nodes of its EP groups if its unit begins inside a node.
+
+    Groups then may lie in more nodes, in shorter runs, than the search assumes.
+    """
+    shape, node = stage.unit.shape, profile.links.gpus_per_node
+    if not node or stage.ranks[0] % math.gcd(shape.ep, node) == 0:
+        return shape
+    return replace(shape, ep_nodes=stage.ep_nodes(node))
+
+
 def exchanged_ms(
     profile: Profile, name: str, cost: LayerCost, shape: ParallelShape, does: Backward
 ) -> tuple[Polynomial, Polynomial]:
@@ -117,25 +149,12 @@ def exchanged_ms(
     if shape.ep == 1 or cost.experts is None:
         return in_context
     rows = sent_rows(profile, name, shape)
-    more = routing.slowest(cost.experts, ep=shape.ep, rows=rows) - 1.0
-    routed = _routed_rows(profile, name, cost.experts, shape, 1.0)
-    latency_s = sum(link.all_gather_us * 1e-6 for link, _, _ in _hops(profile, shape, routed))
-    once = by_rows(profile, name, 2.0 * latency_s, 0.0)
+    load = routing.slowest(cost.experts, ep=shape.ep, rows=rows)
     counts_s = exchange_s(profile.links, 0.0, shape.ep, _per_node(profile, shape))
-    counts = Polynomial(base=1e3 * counts_s)
-    computing = _computing_ms(profile, name, cost, shape, does)
-    sent = _sent_ms(profile, name, cost.experts, shape, 1.0 + more)
-    forward = combine((1.0, once), (1.0, counts), (1.0, sent[0]), (more, computing[0]))
-    backward = (
-        NOTHING
-        if does == "still"
-        else combine(
-            (1.0, once),
-            (1.0, sent[1]),
-            (more, computing[1]),
-            (float(shape.recompute), forward),
-        )
-    )
+    forward, backward = _passes_ms(profile, name, cost, shape, does, load)
+    forward = combine((1.0, forward), (1.0, Polynomial(base=1e3 * counts_s)))
+    if does != "still":
+        backward = combine((1.0, backward), (float(shape.recompute), forward))
     return (
         combine((1.0, in_context[0]), (1.0, forward)),
         combine((1.0, in_context[1]), (1.0, backward)),
@@ -154,17 +173,108 @@ def load_ms(
     # at equal loads the slope is that of a small excess
     more = max(0.01, routing.slowest(cost.experts, ep=shape.ep, rows=rows) - 1.0)
     even, loaded = (
-        _sent_ms(profile, name, cost.experts, shape, load) for load in (1.0, 1.0 + more)
+        _passes_ms(profile, name, cost, shape, does, load) for load in (1.0, 1.0 + more)
     )
     forward, backward = (
-        combine((1.0 / more, after), (-1.0 / more, before), (1.0, computing))
-        for before, after, computing in zip(
-            even, loaded, _computing_ms(profile, name, cost, shape, does), strict=True
-        )
+        combine((1.0 / more, after), (-1.0 / more, before))
+        for before, after in zip(even, loaded, strict=True)
     )
     if does == "still":
         return forward, NOTHING
     return forward, combine((1.0, backward), (float(shape.recompute), forward))
+
+
+@memoised
+def overlap_helps(
+    profile: Profile,
+    modules: Sequence[str],
+    shape: ParallelShape,
+    trained: Sequence[str] | None = None,
+) -> bool:
+    """Return True if exchanging rows in two halves shortens a slot of one mean sequence.
+
+    Without recomputation.
+    """
+    if shape.ep == 1:
+        return False
+    saved_ms = 0.0
+    for name in modules:
+        module = profile.modules[name]
+        layers = Counter(zip(module.layers, backwards(profile, trained)[name], strict=True))
+        for (kind, does), count in layers.items():
+            if (experts := module.costs[kind].experts) is None:
+                continue
+            load = routing.slowest(experts, ep=shape.ep, rows=sent_rows(profile, name, shape))
+            whole_ms, halves_ms = (
+                sum(
+                    time(module.work_per_sequence)
+                    for time in _passes_ms(profile, name, module.costs[kind], one, does, load)
+                )
+                for one in (replace(shape, ep_overlap=False), replace(shape, ep_overlap=True))
+            )
+            saved_ms += count * (whole_ms - halves_ms)
+    return saved_ms > 0.0
+
+
+def _passes_ms(
+    profile: Profile,
+    name: str,
+    cost: LayerCost,
+    shape: ParallelShape,
+    does: Backward,
+    load: float,
+) -> tuple[Polynomial, Polynomial]:
+    """Return what dispatch and combine add to a layer's forward and backward at a load.
+
+    The layer has the time of its experts at equal loads. Without the exchange of counts and without
+    recomputation. By the work of a replica.
+    """
+    assert cost.experts is not None
+    routed = _routed_rows(profile, name, cost.experts, shape, 1.0)
+    latency_s = sum(link.all_gather_us * 1e-6 for link, _, _ in _hops(profile, shape, routed))
+    way = Polynomial(base=1e3 * latency_s)
+    computing = _computing_ms(profile, name, cost, shape, does)
+    sent = _sent_ms(profile, name, cost.experts, shape, load)
+    if not shape.ep_overlap:
+        forward, backward = (
+            combine((2.0, way), (1.0, each), (load - 1.0, experts))
+            for each, experts in zip(sent, computing, strict=True)
+        )
+        return forward, NOTHING if does == "still" else backward
+    mean = profile.modules[name].work_per_sequence
+    tiles = TILE_ROWS * cost.experts.total / shape.ep
+    tiles /= sent_rows(profile, name, shape) * cost.experts.chosen
+    found = []
+    for each, experts, halved_s in zip(
+        sent, computing, _halved_s(profile, cost.experts, shape, does), strict=True
+    ):
+        half = combine((0.25, each), (1.0, way))
+        fixed = Polynomial(base=1e3 * halved_s / 2.0 + tiles * experts(mean))
+        computed = combine((load / 2.0, experts), (1.0, fixed))
+        slowed = min((computed, half), key=lambda time: time(mean))
+        computed = combine((1.0, computed), (SLOWED, slowed))
+        longer = max((computed, half), key=lambda time: time(mean))
+        found.append(combine((2.0, half), (2.0, longer), (-1.0, experts)))
+    forward, backward = found
+    return forward, NOTHING if does == "still" else backward
+
+
+def _halved_s(
+    profile: Profile, experts: Experts, shape: ParallelShape, does: Backward
+) -> tuple[float, float]:
+    """Return the fixed times that halves add to forward and backward: weights, copies, kernels.
+
+    A half's gradient of the experts' weights is written, and both are read and their sum written.
+    """
+    value_bytes = VALUE_BYTES[profile.precision]
+    held, trained = (
+        count / shape.ep * value_bytes for count in (experts.parameters, experts.trained)
+    )
+    forward, backward = (
+        HALF_S + moved_s(profile.device, profile.precision, moved_bytes)
+        for moved_bytes in (held, held + 4.0 * trained * (does == "trained"))
+    )
+    return forward, backward
 
 
 class RoutedRows(NamedTuple):
@@ -209,6 +319,7 @@ def _sent_ms(
     )
     # copies, each read and written: rows packed and laid out by rank for each hop, and by expert
     copied = 1.0 + 2.0 * routed.forwarded + routed.arrived + routed.pairs
+    copied += shape.ep_overlap  # halves are joined
     byte_s += 2.0 * copied * moved_s(profile.device, profile.precision, 1.0)
     forward, backward = (
         by_rows(profile, name, 0.0, size * byte_s / shape.tp_cp_size)
@@ -234,7 +345,9 @@ def _hops(
 
 
 def _per_node(profile: Profile, shape: ParallelShape) -> int:
-    """Return the ranks of an EP group in each of its nodes, if its unit begins with a node."""
+    """Return the ranks of an EP group in each of its nodes."""
+    if shape.ep_nodes:
+        return shape.ep // shape.ep_nodes
     return math.gcd(shape.ep, profile.links.gpus_per_node or shape.ep)
 
 
@@ -350,8 +463,10 @@ def held_bytes(
 
     They are in addition to `kept_bytes` and to `transient`, that of a layer with all experts. At
     its experts a rank holds what these do for the rows of the worst mixture, and a row's result;
-    rows in exchanges are fewer. The peak is there or elsewhere in the layer, at any number of
-    sequences: fixed bytes, which may be negative, make it exact for one and for many.
+    rows in exchanges are fewer. Of halves it holds what one needs, and in the backward of the other
+    a gradient of the experts' weights in place of what the first had saved. The peak is there or
+    elsewhere in the layer, at any number of sequences: fixed bytes, which may be negative, make it
+    exact for one and for many.
     """
     if shape.ep == 1 or cost.experts is None:
         return 0.0, 0.0
@@ -360,11 +475,17 @@ def held_bytes(
     working = load * cost.experts.chosen * cost.experts.working_bytes
     mean = profile.modules[name].work_per_sequence
     rows = max(1.0, context.rows(profile, name, mean)) / shape.cp
+    gradients = 0.0
+    if shape.ep_overlap:
+        working /= 2.0
+        saved = load * cost.experts.chosen * _saved_bytes(cost.experts, does) / 2.0 / shape.tp
+        weight_bytes = cost.experts.trained / shape.ep * VALUE_BYTES[profile.precision]
+        gradients = max(0.0, weight_bytes - saved * rows) * (does == "trained")
     here = (working + _row_bytes(profile, cost.experts)) / shape.tp
     slope = (transient(mean) - transient.base) / shape.cp / rows
-    fixed = max(0.0, transient.base + (slope - here) * rows) - transient.base
+    elsewhere = transient.base + (slope - here) * rows if here > slope else transient.base
     return (
-        fixed if here > slope else 0.0,
+        max(gradients, elsewhere) - transient.base,
         more * cost.experts.chosen / shape.tp + max(0.0, here - slope),
     )
 

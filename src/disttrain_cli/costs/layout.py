@@ -13,7 +13,13 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from disttrain_cli.costs.experts import exchanged_ms, local_shard, of_others, own_trained
+from disttrain_cli.costs.experts import (
+    exchanged_ms,
+    local_shard,
+    of_others,
+    own_trained,
+    placed,
+)
 from disttrain_cli.costs.flops import flops_parts
 from disttrain_cli.costs.freezing import Backward, backwards
 from disttrain_cli.costs.links import COLLECTIVES, all_gather_s, all_reduce_s, p2p_s, ring_link
@@ -104,7 +110,8 @@ def stages_of(profile: Profile, layout: Layout) -> list[CostedStage]:
         kinds = [
             (name, profile.modules[name].layers[layer], does[name][layer]) for name, layer in local
         ]
-        alike = unit.name, stage.weight_delay is None, tuple(kinds)
+        nodes = placed(profile, stage).ep_nodes
+        alike = unit.name, stage.weight_delay is None, nodes, tuple(kinds)
         if alike not in known:
             known[alike] = list(_costs(profile, stage, kinds))
         counts = {kind: _trained(profile, unit, *kind) for kind in dict.fromkeys(kinds)}
@@ -202,7 +209,7 @@ def _costs(
     for name in dict.fromkeys(module for module, _, _ in kinds):
         rows = np.zeros((6, 4))
         for kind, does in {(kind, does): None for module, kind, does in kinds if module == name}:
-            shape = replace(stage.unit.shape, tp=stage.unit.tp_of(name), dp=1, pp=1)
+            shape = replace(placed(profile, stage), tp=stage.unit.tp_of(name), dp=1, pp=1)
             later = does == "trained" and stage.weight_delay is not None
             one = _layer(profile, name, kind, does, shape, stage.unit.tp_overlap, later)
             rows += kinds.count((name, kind, does)) * one

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from disttrain_cli.costs.buckets import buckets
-from disttrain_cli.costs.experts import exchanged_ms, local_shard
+from disttrain_cli.costs.experts import exchanged_ms, local_shard, placed
 from disttrain_cli.costs.freezing import Backward
 from disttrain_cli.costs.layout import (
     CostedStage,
@@ -100,7 +100,8 @@ def hidden(
         behind_nothing_s = after_s(profile, layout, stage, gpus_per_node)
         width = ring_width(stage, gpus_per_node)
         layers = stage.unit.name, stage.weight_delay, tuple(stage.held), tuple(stage.numbers)
-        if (alike := (*layers, behind_nothing_s, width)) not in known:
+        nodes = placed(profile, stage).ep_nodes
+        if (alike := (*layers, behind_nothing_s, width, nodes)) not in known:
             rings = weight_rings(profile, stage, gpus_per_node)
             known[alike] = _of_stage(profile, layout, stage, rings, behind_nothing_s)
         rows.append(known[alike])
@@ -173,7 +174,7 @@ def _layers(
             name,
             kind,
             does,
-            replace(unit.shape, tp=unit.tp_of(name), dp=1, pp=1),
+            replace(placed(profile, stage), tp=unit.tp_of(name), dp=1, pp=1),
             unit.tp_overlap,
             splits,
             sequences,

@@ -11,13 +11,20 @@ each node, to the rank of the same local index, which forwards it inside the nod
 returns (as DeepSeek-V3's training, DeepSeek-AI 2024, arXiv 2412.19437). An EP group may have ranks
 of several TP and CP groups and replicas (MoE parallel folding, Liu et al. 2025, arXiv 2504.14960):
 ranks of a TP group have different rows here anyway (`parallel`), so that no row is sent twice.
+
+A group that overlaps (`Group.overlap`) takes a rank's rows in two halves. On CUDA all of their
+exchanges, with the copies around them, run in a stream of their own: the second half is dispatched
+while the experts compute the first, whose results return while they compute the second. Autograd
+runs each part of the backward in its forward's stream, in reverse order, and makes one stream wait
+for another where a gradient passes between them, so that the backward overlaps likewise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -157,8 +164,105 @@ def _dispatched(
         count: number of local experts.
         index_RK: of all experts of the group.
     """
-    table = counts(index_RK, count, group)
-    parts, back = (rows_RD, weights_RK.float(), index_RK.int()), []
+    rows = len(rows_RD)
+    sizes = [rows // 2, rows - rows // 2] if group.overlap else [rows]
+    tables = counts(index_RK.split(sizes), count, group)
+    given = (rows_RD.split(sizes), weights_RK.float().split(sizes), index_RK.int().split(sizes))
+    streams = group.overlap and rows_RD.is_cuda
+    # of an exchange in a stream of its own, that which waits for it is recorded
+    sending = replace(group, exchanging=nullcontext) if streams else group
+    arriving, returning = [], []
+    for table, *parts in zip(tables, *given, strict=True):
+        with _exchange_stream(group, rows_RD.device) as wait:
+            arriving.append((wait, _dispatch(tuple(parts), table, count, sending)))
+    while arriving:
+        wait, (rows_PD, arrived) = arriving.pop(0)
+        wait(rows_PD, arrived.expert_P, arrived.weight_P)
+        weight_P = arrived.weight_P.to(weights_RK.dtype)
+        made_PD = experts(rows_PD, arrived.expert_P[:, None].long(), weight_P[:, None])
+        del rows_PD
+        with _exchange_stream(group, rows_RD.device, made_PD) as wait:
+            returning.append((wait, _combine(made_PD, arrived, sending)))
+        del made_PD
+    for wait, result in returning:
+        wait(result)
+    results = [result for _, result in returning]
+    return (results[0] if len(results) == 1 else _Joined.apply(*results)).to(rows_RD.dtype)
+
+
+@contextmanager
+def _exchange_stream(
+    group: Group, device: torch.device, *given: Tensor
+) -> Iterator[Callable[..., None]]:
+    """Run work in the stream of an overlapping group's exchanges, after all that is queued.
+
+    The function that is yielded makes the current stream wait for it. The allocator must know of
+    tensors that are used in another stream than they were allocated in: `given` are used in this
+    one, the function's arguments in the one that waits.
+    """
+    if not group.overlap or device.type != "cuda":
+        yield lambda *made: None
+        return
+    stream, done = _stream(device), torch.cuda.Event()
+    stream.wait_stream(torch.cuda.current_stream(device))
+    for tensor in given:
+        tensor.record_stream(stream)
+
+    def wait(*made: Tensor) -> None:
+        computing = torch.cuda.current_stream(device)
+        with group.exchanging():
+            computing.wait_event(done)
+        for tensor in made:
+            tensor.record_stream(computing)
+
+    with torch.cuda.stream(stream):
+        yield wait
+        done.record()
+
+
+@cache
+def _stream(device: torch.device) -> Any:
+    return torch.cuda.Stream(device)
+
+
+class _Joined(torch.autograd.Function):
+    """Results of both halves [R, D], in the stream that computes.
+
+    Where activations are recomputed, this happens when the backward first reads a saved tensor, in
+    the stream of whoever reads it: here, and not in that of the exchanges.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *parts: Tensor) -> Tensor:
+        ctx.sizes = [len(part) for part in parts]
+        ctx.save_for_backward(parts[0].new_empty(0))
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: Any, gradient_RD: Tensor) -> tuple[Tensor, ...]:
+        assert len(ctx.saved_tensors) == 1
+        return gradient_RD.split(ctx.sizes)
+
+
+class _Arrived(NamedTuple):
+    """Pairs of an arrived row and an expert of its rank, P, sorted by expert; the rows' way back.
+
+    At least one pair, with a row of zeros, so that the experts' weights stay in the graph on ranks
+    without rows.
+    """
+
+    expert_P: Tensor
+    weight_P: Tensor
+    row_P: Tensor  # among those that arrived, without the row of zeros
+    rows: int  # that arrived
+    back: list[tuple[Hop, Tensor, int]]  # by hop, the rows that were sent, of how many
+
+
+def _dispatch(
+    parts: tuple[Tensor, ...], table: Counts, count: int, group: Group
+) -> tuple[Tensor, _Arrived]:
+    """Send rows, weights and indices of experts to the ranks of these; return rows [P, D] there."""
+    chosen, back = parts[2].shape[1], []
     for hop in hops(table, count, group):
         at_RK = _among(parts[2], hop.first, hop.experts, len(hop.members))
         chosen_MR = _any(at_RK, len(hop.members)).T
@@ -166,24 +270,26 @@ def _dispatched(
         row_S = order[: sum(hop.give)] % len(at_RK)
         back.append((hop, row_S, len(at_RK)))
         parts = _Dispatch.apply(*parts, row_S, hop, group)
-    arrived_TD, arrived_TK, index_TK = parts
-    arrived, pairs = len(arrived_TD), int(table.pairs_RR[:, group.rank].sum())
+    rows_TD, weights_TK, index_TK = parts
+    pairs = int(table.pairs_RR[:, group.rank].sum())
     local = _among(index_TK, group.rank * count, 1, count).flatten().sort(stable=True)
-    own_P, pair_P = (part[:pairs].clone() for part in local)
-    row_P = pair_P // index_RK.shape[1]
-    given_PD, weight_P = arrived_TD[row_P], arrived_TK.flatten()[pair_P].to(weights_RK.dtype)
-    del parts, arrived_TD, arrived_TK, index_TK, local  # views of the received buffer
-    if not pairs:  # the experts' weights stay in the graph, as on ranks with rows
-        given_PD = torch.cat([given_PD, given_PD.new_zeros(1, given_PD.shape[1])])
-        weight_P = torch.cat([weight_P, weight_P.new_zeros(1)])
-        own_P = own_P.new_zeros(1)
-    made_PD = experts(given_PD, own_P[:, None].long(), weight_P[:, None])[:pairs]
-    summed_TD = made_PD.new_zeros(arrived, made_PD.shape[1])
-    summed_TD = summed_TD.index_put_((row_P,), made_PD, accumulate=True)
-    del given_PD, made_PD
-    for hop, row_S, size in reversed(back):
+    expert_P, pair_P = (part[:pairs].clone() for part in local)
+    row_P = pair_P // chosen
+    rows_PD, weight_P = rows_TD[row_P], weights_TK.flatten()[pair_P]
+    if not pairs:
+        rows_PD = torch.cat([rows_PD, rows_PD.new_zeros(1, rows_PD.shape[1])])
+        weight_P, expert_P = (torch.cat([one, one.new_zeros(1)]) for one in (weight_P, expert_P))
+    return rows_PD, _Arrived(expert_P, weight_P, row_P, len(rows_TD), back)
+
+
+def _combine(made_PD: Tensor, arrived: _Arrived, group: Group) -> Tensor:
+    """Return the sums of the results of each row that was dispatched, on its rank."""
+    made_PD = made_PD[: len(arrived.row_P)]
+    summed_TD = made_PD.new_zeros(arrived.rows, made_PD.shape[1])
+    summed_TD = summed_TD.index_put_((arrived.row_P,), made_PD, accumulate=True)
+    for hop, row_S, size in reversed(arrived.back):
         summed_TD = _Combine.apply(summed_TD, row_S, size, hop, group)
-    return summed_TD.to(rows_RD.dtype)
+    return summed_TD
 
 
 class Counts(NamedTuple):
@@ -194,21 +300,27 @@ class Counts(NamedTuple):
     rows_RN: Ints  # rows with experts in each node
 
 
-def counts(index_RK: Tensor, count: int, group: Group) -> Counts:
-    """Exchange the numbers of rows of all ranks of a group.
+def counts(parts_RK: Sequence[Tensor], count: int, group: Group) -> list[Counts]:
+    """Exchange the numbers of rows of all ranks of a group, for each part of a rank's rows.
 
     The host waits for its device here, once.
     """
     ranks, nodes = group.size, group.nodes
-    at_RK = index_RK // count
-    pairs = torch.zeros(ranks, dtype=torch.int64, device=index_RK.device)
-    pairs.scatter_add_(0, at_RK.flatten(), torch.ones_like(at_RK).flatten())
-    by_node = at_RK // (ranks // nodes)
-    own = torch.cat([pairs, _any(at_RK, ranks).sum(0), _any(by_node, nodes).sum(0)])
-    each = [len(own)] * ranks
-    values = read(group.exchanged(own.repeat(ranks), each, each))
-    table = np.array([int(value) for value in values]).reshape(ranks, -1)
-    return Counts(*np.split(table, [ranks, 2 * ranks], axis=1))
+    own = []
+    for index_RK in parts_RK:
+        at_RK = index_RK // count
+        pairs = torch.zeros(ranks, dtype=torch.int64, device=index_RK.device)
+        pairs.scatter_add_(0, at_RK.flatten(), torch.ones_like(at_RK).flatten())
+        by_node = at_RK // (ranks // nodes)
+        own += [pairs, _any(at_RK, ranks).sum(0), _any(by_node, nodes).sum(0)]
+    row = torch.cat(own)
+    each = [len(row)] * ranks
+    values = read(group.exchanged(row.repeat(ranks), each, each))
+    table = np.array([int(value) for value in values]).reshape(ranks, len(parts_RK), -1)
+    return [
+        Counts(*np.split(table[:, number], [ranks, 2 * ranks], axis=1))
+        for number in range(len(parts_RK))
+    ]
 
 
 class Hop(NamedTuple):

@@ -25,7 +25,9 @@ class Group:
     ranks: dist.ProcessGroup | None
     size: int
     rank: int  # rank in the group
-    overlap: bool = False  # messages are sent by chunks, overlapped with GEMMs (`overlapped`)
+    # messages overlap with GEMMs: in a TP group by chunks (`overlapped`), in an EP group by halves
+    # of the rows (`experts`)
+    overlap: bool = False
     symmetric: bool = False  # if possible through symmetric memory of its devices (`symmetric`)
     gathers: bool = False  # CP group: all-gathers keys and values for local queries (`gathered`)
     nodes: int = 1  # EP group: runs of equal length of its ranks, each in one node

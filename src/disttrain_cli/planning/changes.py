@@ -135,6 +135,7 @@ def differences(old: Layout, new: Layout) -> list[Difference]:
                 (mine.name, "recomputes", mine.checkpointing, theirs.checkpointing),
                 (mine.name, "weight gradients deferred", delays(mine), delays(theirs)),
                 (mine.name, "TP messages overlapped", mine.tp_overlap, theirs.tp_overlap),
+                (mine.name, "EP messages overlapped", mine.ep_overlap, theirs.ep_overlap),
             ]
     differing += [
         (None, "microbatch", old.microbatch_size, new.microbatch_size),

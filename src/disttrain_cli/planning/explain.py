@@ -426,6 +426,8 @@ def differences(layout: Layout, other: Layout) -> str:
             changed.append(f"layers {layers(theirs)}")
         if not changed and mine.tp_overlap != theirs.tp_overlap:
             changed.append("overlaps TP messages" if theirs.tp_overlap else "TP messages exposed")
+        if not changed and mine.ep_overlap != theirs.ep_overlap:
+            changed.append("overlaps EP messages" if theirs.ep_overlap else "EP messages exposed")
         if not changed and mine.weight_delay != theirs.weight_delay:
             changed.append(f"weight gradients deferred {delays(theirs)}")
         if changed:

@@ -41,6 +41,7 @@ def layout_with(
                 layers_per_stage=layers,
                 checkpointing=shape.recompute,
                 tp_overlap=unit.overlaps(shape),
+                ep_overlap=unit.overlaps_exchanges(shape),
                 module_tp=dict.fromkeys(unit.replicated, 1),
             )
         )
@@ -69,7 +70,12 @@ def layout_of(
 def baseline_layout(layout: Layout, units: list[Unit], strategy: Strategy) -> Layout:
     """Return a baseline's layout of these units for another strategy and its cluster's features."""
     plans = [
-        plan.model_copy(update={"tp_overlap": unit.overlaps(plan.shape)})
+        plan.model_copy(
+            update={
+                "tp_overlap": unit.overlaps(plan.shape),
+                "ep_overlap": unit.overlaps_exchanges(plan.shape),
+            }
+        )
         for unit, plan in zip(units, layout.units, strict=True)
     ]
     overlap = units[0].cluster.overlaps

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from disttrain_cli.costs import nccl
 from disttrain_cli.costs.activations import at_worst, kept_share, working_share
-from disttrain_cli.costs.experts import exchanged_ms, local_shard, of_others
+from disttrain_cli.costs.experts import exchanged_ms, local_shard, of_others, overlap_helps
 from disttrain_cli.costs.flops import mfu
 from disttrain_cli.costs.freezing import Backward
 from disttrain_cli.costs.layout import (
@@ -58,6 +58,7 @@ from disttrain_cli.spec.layer_costs import Polynomial, combine
 from disttrain_cli.spec.plan import Baseline, Layout, UnitPlan
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.runfile.train import Ordering
+from disttrain_cli.spec.shape import ParallelShape
 
 Floats = NDArray[np.float64]
 #: Bytes of a trained parameter over all ranks of a shard group: fp32 weight, gradient, two moments.
@@ -108,6 +109,12 @@ class Sharding:
                     modules=list(modules),
                     dp=self.ranks,
                     ep=self.ep,
+                    ep_overlap=overlap_helps(
+                        self.profile,
+                        list(modules),
+                        ParallelShape(ep=self.ep, recompute=self.recomputes),
+                        self.cluster.trained,
+                    ),
                     gpus=self.ranks,
                     layers_per_stage=[sum(len(module.layers) for module in modules.values())],
                     checkpointing=self.recomputes,

@@ -150,6 +150,7 @@ def _expert_parallel(
     sequences = layout.global_batch_size / unit.dp / unit.tp_cp_size
     stages = []  # bytes and seconds of a rank
     for stage in of_unit:
+        shape = experts.placed(profile, stage)
         messages = [
             (
                 sequences * size * rows(profile, name, profile.modules[name].work_per_sequence),
@@ -157,7 +158,7 @@ def _expert_parallel(
             )
             for name, kind, does in stage.held
             for link, size in experts.exchanged_bytes(
-                profile, name, profile.modules[name].costs[kind], unit.shape, does
+                profile, name, profile.modules[name].costs[kind], shape, does
             )
         ]
         stages.append((sum(size for size, _ in messages), sum(size / s for size, s in messages)))

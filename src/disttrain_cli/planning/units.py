@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from disttrain_cli.calls import call
+from disttrain_cli.costs import experts
 from disttrain_cli.costs.activations import kept_share, working_share
 from disttrain_cli.costs.context import fits_nodes, misfit, most_cp
 from disttrain_cli.costs.freezing import backwards
@@ -58,7 +59,7 @@ class Cluster:
     cp_comm_types: tuple[CpCommType, ...] = ("a2a", "all_gather")  # allowed for CP groups
     splits: bool = False  # split backward (`planning.split_backward`)
     overlaps: bool = False  # reductions and gathers overlapped with passes (`costs.overlap`)
-    hides: bool = False  # a TP group's messages overlapped with GEMMs, if that is faster
+    hides: bool = False  # messages of TP and EP groups overlapped with GEMMs, if that is faster
     climbs: bool = True  # hill climb from the best layouts (`planning.climb`)
 
 
@@ -277,8 +278,15 @@ class Unit:
         """Return True if overlapping its TP messages with GEMMs is faster."""
         if not self.cluster.hides or shape.tp == 1:
             return False
-        alike = replace(shape.of_replica, cp_comm_type="a2a", ep=1)
+        alike = replace(shape.of_replica, cp_comm_type="a2a", ep=1, ep_overlap=False)
         return overlap_helps(self.profile, self.divided, alike, self.cluster.trained)
+
+    def overlaps_exchanges(self, shape: ParallelShape) -> bool:
+        """Return True if overlapping exchanges of its EP groups with experts is faster."""
+        if not self.cluster.hides or shape.ep == 1:
+            return False
+        alike = replace(shape.of_replica, cp_comm_type="a2a", recompute=False, ep_overlap=False)
+        return experts.overlap_helps(self.profile, self.modules, alike, self.cluster.trained)
 
     def layer_ms(self, shape: ParallelShape, overlap: bool | None = None) -> tuple[Floats, Floats]:
         """Return time and transfers of every layer as (base, slope per sequence), in ms.
@@ -286,9 +294,12 @@ class Unit:
         The time is that of forward and backward.
 
         Args:
-            overlap: TP messages overlap with GEMMs; None = if that is faster.
+            overlap: TP messages overlap with GEMMs; None = if that is faster, and exchanges of EP
+                groups, too.
         """
         shape = shape.of_replica
+        if overlap is None:
+            shape = replace(shape, ep_overlap=self.overlaps_exchanges(shape))
         question = (shape, overlap)
         if question not in self._layer_ms:
             hides = self.overlaps(shape) if overlap is None else overlap
@@ -418,6 +429,7 @@ class Unit:
         """
         known, trained = (self.profile, self.modules), self.cluster.trained
         overlap = self.overlaps(shape)
+        shape = replace(shape, ep_overlap=self.overlaps_exchanges(shape))
         if self.replicated:
             parts = [
                 self._memory_of(names[0], own, overlap, ranks=shape.tp)
@@ -430,13 +442,13 @@ class Unit:
                 *kept_share(*known, shape, trained),
                 *working_share(*known, shape, trained, overlap=overlap),
             ]
-        experts = np.zeros(self.layers)
+        of_experts = np.zeros(self.layers)
         if shape.ep > 1:
             zero = self.cluster.zero_stage
-            *changes, experts = expert_state_bytes(*known, zero, trained, shape)
+            *changes, of_experts = expert_state_bytes(*known, zero, trained, shape)
             memory[:2] = [row + change for row, change in zip(memory, changes, strict=False)]
         times = self.layer_ms(shape)
-        return np.vstack([*times, *(row / GIB for row in [*memory, experts])])
+        return np.vstack([*times, *(row / GIB for row in [*memory, of_experts])])
 
     def _memory_of(self, name: str, shape: ParallelShape, overlap: bool, *, ranks: int) -> Floats:
         """Return [10, L] bytes of one module's layers on one of the `ranks` of a TP group.

@@ -12,10 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from disttrain_cli.costs.experts import load_ms, sent_rows
+from disttrain_cli.costs.experts import load_ms, placed, sent_rows
 from disttrain_cli.costs.freezing import Backward
 from disttrain_cli.costs.layout import CostedStage, replica_ms
-from disttrain_cli.costs.routing import drawn, slowest
+from disttrain_cli.costs.routing import drawn, reached, slowest
 from disttrain_cli.simulation.timeline import Pipeline
 from disttrain_cli.spec.layer_costs import LayerCost
 from disttrain_cli.spec.profile import Profile
@@ -51,6 +51,40 @@ def routed_rows(
     )
 
 
+def dispatched_rows(
+    profile: Profile,
+    stage: CostedStage,
+    module: str,
+    at: tuple[int, int, int],
+    block: int,
+    nodes: int,
+) -> tuple[Ints, Ints, Ints] | None:
+    """Return what the ranks of an EP group send each other in the first mixture of `routed_rows`.
+
+    They are [R, R] pairs of a row and an expert, [R, R] rows with experts on each rank, and [R, N]
+    with experts in each of the group's nodes: those that are expected of so many pairs.
+    """
+    routed = routed_rows(profile, stage, module, at, block)
+    if routed is None:
+        return None
+    _, cost, _ = next(_mixtures(profile, stage, module))
+    experts, pairs_RR = cost.experts, routed[0]
+    assert experts is not None
+    pairs_RN = pairs_RR.reshape(stage.ep, nodes, -1).sum(axis=2)
+    sent = [
+        np.array(
+            [
+                [reached(experts, share) for share in shares]
+                for shares in (pairs / pairs_RR.sum(axis=1, keepdims=True)).tolist()
+            ]
+        )
+        for pairs in (pairs_RR, pairs_RN)
+    ]
+    rows = pairs_RR.sum() / stage.ep / experts.chosen
+    rows_RR, rows_RN = (np.rint(rows * share).astype(np.int64) for share in sent)
+    return pairs_RR, rows_RR, rows_RN
+
+
 def added_s(
     profile: Profile,
     stage: CostedStage,
@@ -67,7 +101,7 @@ def added_s(
         loads: work of the replicas of these blocks by module, as in `pipeline_of`.
         blocks: numbers of the EP groups, as in `routed_rows`.
     """
-    together, shape = stage.unit.replicas_together, stage.unit.shape
+    together, shape = stage.unit.replicas_together, placed(profile, stage)
     added: dict[str, tuple[Floats, Floats]] = {}
     for module in (cost.module for cost in stage.costs):
         mixtures = list(_mixtures(profile, stage, module))

@@ -92,6 +92,13 @@ class UnitPlan(Strict):
             " or produce it."
         ),
     )
+    ep_overlap: bool = Field(
+        False,
+        description=(
+            "A rank's rows go to experts in two halves: exchanges of one overlap with the experts'"
+            " GEMMs of the other."
+        ),
+    )
 
     module_tp: dict[str, Annotated[int, Field(strict=True)]] = Field(
         default_factory=dict,
@@ -132,6 +139,8 @@ class UnitPlan(Strict):
             raise ValueError("layers_per_stage must give every stage at least one layer")
         if self.tp_overlap and self.tp == 1:
             raise ValueError("tp_overlap needs a TP group: tp is 1, which sends nothing")
+        if self.ep_overlap and self.ep == 1:
+            raise ValueError("ep_overlap needs an EP group: ep is 1, which sends nothing")
         if self.gathers and self.cp == 1:
             raise ValueError(
                 "cp_comm_type all_gather needs a CP group: cp is 1, which sends nothing"
@@ -185,6 +194,7 @@ class UnitPlan(Strict):
             pp=self.pp,
             recompute=self.checkpointing,
             cp_comm_type=self.cp_comm_type,
+            ep_overlap=self.ep_overlap,
         )
 
     def tp_of(self, module: str) -> int:

@@ -21,6 +21,9 @@ class ParallelShape:
     pp: int = 1
     recompute: bool = False
     cp_comm_type: CpCommType = "a2a"
+    ep_overlap: bool = False  # exchanges of an EP group overlap with experts
+    # nodes with an equal run of an EP group's ranks; 0: those of a unit that begins with a node
+    ep_nodes: int = 0
 
     @property
     def tp_cp_size(self) -> int:

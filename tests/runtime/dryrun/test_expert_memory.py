@@ -25,8 +25,10 @@ POSITIONS_GIB = 2**-9
 #: Degrees on four ranks in two nodes, and whether the unit recomputes. EP 4 has two hops.
 CASES: list[dict[str, Any]] = [
     {"dp": 4, "ep": 4},
+    {"dp": 4, "ep": 4, "ep_overlap": True},
     {"dp": 2, "tp": 2},
     {"dp": 2, "tp": 2, "ep": 4},
+    {"dp": 2, "tp": 2, "ep": 4, "ep_overlap": True},
     {"dp": 2, "cp": 2, "ep": 2, "checkpointing": True},
 ]
 

@@ -181,6 +181,7 @@ def _unit(generator: random.Random, modules: list[str], layers: list[str]) -> Un
     changes = {
         "weight_delay": [later.randint(0, 3) for _ in stages],
         "tp_overlap": later.random() < 0.5 and made.tp > 1,
+        "ep_overlap": later.random() < 0.5 and made.ep > 1,
     }
     return made.model_copy(update=changes)
 

@@ -99,19 +99,23 @@ def test_ranks_that_finish_with_barriers_finish_with_messages_of_any_size() -> N
     assert outcomes == {(True, True), (False, True), (False, False)}
 
 
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize(("nodes", "hops"), [(1, 1), (2, 2), (RANKS, 1)])
-def test_an_ep_group_exchanges_what_its_ranks_agree_on(nodes: int, hops: int) -> None:
+def test_an_ep_group_exchanges_what_its_ranks_agree_on(
+    nodes: int, hops: int, overlap: bool
+) -> None:
     """Drawn for each slot, on ranks that do not speak to each other; some pairs have no rows."""
     records = []
     for rank in range(RANKS):
         with alone(rank, RANKS), Recorder(rank) as recorder:
             for slot in range(3):
-                route(Group(dist.group.WORLD, RANKS, rank, nodes=nodes), slot)
+                route(Group(dist.group.WORLD, RANKS, rank, overlap, nodes=nodes), slot)
         records.append(recorder.record)
     assert faults(records) == [] and faults(list(map(as_messages, records))) == []
     rows = np.array([[one.gives for one in record.operations] for record in records])
-    assert rows.shape[1] == 3 * (1 + 2 * hops)  # of each slot, with counts
-    assert len(np.unique(rows[:, 1 :: 1 + 2 * hops].sum(axis=2))) > 1 and (rows == 0).any()
+    in_slot = 1 + 2 * hops * (1 + overlap)  # counts; each half's hops, both ways
+    assert rows.shape[1] == 3 * in_slot
+    assert len(np.unique(rows[:, 1::in_slot].sum(axis=2))) > 1 and (rows == 0).any()
 
 
 def test_counts_that_ranks_do_not_agree_on_are_found() -> None:

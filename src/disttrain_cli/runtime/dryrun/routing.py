@@ -34,9 +34,9 @@ def routed(layers: Sequence[PipelineLayer], loads: Sequence[float]) -> Iterator[
         for _, part in experts.mixtures(layer):
             part.register_forward_pre_hook(partial(enter, load))
 
-    def drawn(index_RK: Tensor, count: int, group: Group) -> experts.Counts:
-        stock(index_RK, count, group)  # its messages, and the host's wait
-        ranks, (rows, chosen) = group.size, index_RK.shape
+    def drawn(parts_RK: Sequence[Tensor], count: int, group: Group) -> list[experts.Counts]:
+        stock(parts_RK, count, group)  # its messages, and the host's wait
+        ranks, chosen = group.size, parts_RK[0].shape[1]
         mixture, mine = Experts(ranks * count, chosen, 0, 0, 0), running[0] / ranks
         share_R = np.full(ranks, (1.0 - mine) / (ranks - 1))
         share_R[group.rank] = mine
@@ -47,9 +47,15 @@ def routed(layers: Sequence[PipelineLayer], loads: Sequence[float]) -> Iterator[
                 for shares in (share_R, share_R.reshape(group.nodes, -1).sum(axis=1))
             ),
         ]
-        return experts.Counts(
-            *(np.ceil(rows * np.tile(each, (ranks, 1))).astype(np.int64) for each in numbers)
-        )
+        return [
+            experts.Counts(
+                *(
+                    np.ceil(len(part) * np.tile(each, (ranks, 1))).astype(np.int64)
+                    for each in numbers
+                )
+            )
+            for part in parts_RK
+        ]
 
     with patch.object(experts, "counts", drawn):
         yield

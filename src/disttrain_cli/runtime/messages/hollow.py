@@ -159,13 +159,20 @@ def route(group: Group, slot: int) -> None:
     The routing is drawn for a group and slot, the same on all ranks; some of them exchange no rows.
     """
     assert group.ranks is not None
-    first, ranks = dist.get_process_group_ranks(group.ranks)[0], group.size
-    rows_RR = np.random.default_rng([first, slot]).integers(0, 3, (ranks, ranks))
-    by_node = rows_RR.reshape(ranks, group.nodes, -1).max(axis=2)
-    there = [(hop.give, hop.take) for hop in hops(Counts(rows_RR, rows_RR, by_node), 1, group)]
-    back = [(take, give) for give, take in reversed(there)]
-    ones = [1] * ranks
-    for sent, taken in ((ones, ones), *there, *back):
+    first, ranks, halves = (
+        dist.get_process_group_ranks(group.ranks)[0],
+        group.size,
+        1 + group.overlap,
+    )
+    drawn = np.random.default_rng([first, slot]).integers(0, 3, (halves, ranks, ranks))
+    there = []
+    for rows_RR in drawn:
+        by_node = rows_RR.reshape(ranks, group.nodes, -1).max(axis=2)
+        there.append(hops(Counts(rows_RR, rows_RR, by_node), 1, group))
+    messages = [([halves] * ranks, [halves] * ranks)]
+    messages += [(hop.give, hop.take) for half in there for hop in half]
+    messages += [(hop.take, hop.give) for half in there for hop in reversed(half)]
+    for sent, taken in messages:
         group.exchanged(torch.empty(sum(sent), 1, device=NOWHERE), sent, taken)
 
 

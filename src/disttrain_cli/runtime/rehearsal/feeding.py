@@ -25,13 +25,15 @@ from disttrain_cli.data.ordering.loads import unit_loads
 from disttrain_cli.data.ordering.orders import Orders
 from disttrain_cli.data.packing import Packing
 from disttrain_cli.data.slots import ReplicaItems, StepOrder
+from disttrain_cli.models.experts import Counts, hops
+from disttrain_cli.models.group import Group
 from disttrain_cli.models.layer import TensorSpec
 from disttrain_cli.runtime.rehearsal.device import Device
 from disttrain_cli.runtime.rehearsal.joining import Shares, joined_order, replicas_of
 from disttrain_cli.runtime.rehearsal.layers import EmulatedBatch, Routes
 from disttrain_cli.runtime.units.routes import local_rows
 from disttrain_cli.simulation.faults import begun, slowdown
-from disttrain_cli.simulation.routing import added_s, routed_rows
+from disttrain_cli.simulation.routing import added_s, dispatched_rows
 from disttrain_cli.spec.inputs import ModelInputs
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.runfile import Run, RunFile
@@ -142,22 +144,32 @@ class Feeder:
             rows=rows, seconds=work.waits[number], routes=self._routes(step, number)
         )
 
-    def _routes(self, step: int, slot: int) -> dict[str, Routes]:
-        """Return rows to and from each process of an EP group in a mixture, by module.
+    def _routes(self, step: int, slot: int) -> dict[str, list[Routes]]:
+        """Return rows to and from each process of an EP group by hop of a mixture, by module.
 
         Empty if the process has whole groups. Messages of a module's mixtures are those of one.
         """
         processes, own = self._coords.unit.ep, self._coords.ep_rank
         if processes == 1:
             return {}
-        at = self._run.train.seed, step, slot
-        routes: dict[str, Routes] = {}
+        at, ranks = (self._run.train.seed, step, slot), self.stage.ep
+        nodes = self.stage.ep_nodes(self._run.cluster.gpus_per_node)
+        routes: dict[str, list[Routes]] = {}
         for module in (cost.module for cost in self.stage.costs):
-            rows = routed_rows(self._profile, self.stage, module, at, self._blocks.start)
-            if rows is not None:
-                parts = rows[0].reshape(processes, self.stage.ep // processes, processes, -1)
+            table = dispatched_rows(
+                self._profile, self.stage, module, at, self._blocks.start, nodes
+            )
+            if table is None:
+                continue
+            of_ranks = [
+                [hop.give for hop in hops(Counts(*table), 1, Group(None, ranks, rank, nodes=nodes))]
+                for rank in range(ranks)
+            ]
+            routes[module] = []
+            for give_RR in np.array(of_ranks).swapaxes(0, 1):
+                parts = give_RR.reshape(processes, ranks // processes, processes, -1)
                 between = parts.sum(axis=(1, 3))
-                routes[module] = between[own].tolist(), between[:, own].tolist()
+                routes[module].append((between[own].tolist(), between[:, own].tolist()))
         return routes
 
     def _prepare(self, step: int) -> StepWork:

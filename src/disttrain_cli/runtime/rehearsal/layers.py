@@ -35,7 +35,7 @@ class EmulatedBatch(Batch):
     # by module: forward, backward
     seconds: dict[str, tuple[float, ...]] = field(default_factory=dict)
     # of modules with experts whose EP groups have several processes
-    routes: dict[str, Routes] = field(default_factory=dict)
+    routes: dict[str, list[Routes]] = field(default_factory=dict)  # by module, of each hop
 
 
 class EmulatedLayer(PipelineLayer):
@@ -81,7 +81,7 @@ class EmulatedModule(PipelineLayer):
         outputs = _Wait.apply(
             self._device,
             batch.seconds[self.module],
-            None if routes is None else partial(self._exchange, *routes),
+            None if routes is None else partial(self._exchange, routes),
             shapes,
             self._dtype,
             self._trained,
@@ -91,14 +91,14 @@ class EmulatedModule(PipelineLayer):
             zip([*(spec.name for spec in self.writes), *self._losses], outputs, strict=True)
         )
 
-    def _exchange(self, give: list[int], take: list[int]) -> None:
+    def _exchange(self, hops: list[Routes]) -> None:
         """Send a mixture's rows and their results; the pass begins when all processes have come.
 
         A row is one number. The exchanges' own time is part of the pass.
         """
         assert self._group is not None
-        arrived = self._group.exchanged(torch.zeros(sum(give), 1), give, take)
-        self._group.exchanged(arrived, take, give)
+        for give, take in [*hops, *((take, give) for give, take in reversed(hops))]:
+            self._group.exchanged(torch.zeros(sum(give), 1), give, take)
         latest = torch.tensor([self._device.next_s], dtype=torch.float64)
         self._group.all_reduce(latest, dist.ReduceOp.MAX)
         self._device.arrive(float(latest))

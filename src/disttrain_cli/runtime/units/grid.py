@@ -61,7 +61,7 @@ class UnitGrid:
         elif one.kind == "context parallel":
             self.cp = Group(group, coords.unit.cp, coords.cp_rank, gathers=coords.unit.gathers)
         elif one.kind == "expert parallel":
-            self.ep = Group(group, coords.unit.ep, coords.ep_rank)
+            self.ep = Group(group, coords.unit.ep, coords.ep_rank, coords.unit.ep_overlap)
         elif one.kind == "expert replicas":
             self.expert_replicas = Group(group, len(one.ranks), coords.expert_holder)
         elif one.kind == "tied weights":

@@ -121,7 +121,7 @@ def cluster_of(job: Job) -> Cluster:
         most_ep=1 if cpu else None,
         splits=layout.overlap or any(unit.weight_delay for unit in layout.units),
         overlaps=layout.overlap,
-        hides=any(unit.tp_overlap for unit in layout.units),
+        hides=any(unit.tp_overlap or unit.ep_overlap for unit in layout.units),
         checkpointing="auto" if len(recomputed) > 1 else "full" if True in recomputed else "none",
     )
 

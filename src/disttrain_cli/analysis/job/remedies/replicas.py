@@ -122,11 +122,9 @@ def with_replicas(job: Job, replicas: dict[str, int]) -> Layout | None:
     for unit in layout.units:
         dp = replicas.get(unit.name, unit.dp)
         ranks = unit.tp_cp_size * dp
-        units.append(
-            unit.model_copy(
-                update={"dp": dp, "ep": math.gcd(unit.ep, ranks), "gpus": ranks * unit.pp}
-            )
-        )
+        ep = math.gcd(unit.ep, ranks)
+        changes = {"ep": ep, "ep_overlap": unit.ep_overlap and ep > 1}
+        units.append(unit.model_copy(update=changes | {"dp": dp, "gpus": ranks * unit.pp}))
     dp = units[layout.index_of(llm)].dp
     slots = next(
         (n for n in range(layout.microbatches, 0, -1) if layout.global_batch_size % (dp * n) == 0),
