@@ -108,6 +108,7 @@ def test_published_layouts_are_slower_with_uneven_routing():
     assert stated["ours"] < even["ours"] and stated["step, s"] > even["step, s"]
 
 
+@pytest.mark.slow
 def test_decode():
     *aimed_at, files, closeness = decode.measure(small=True).values()
     for rows in aimed_at:
@@ -117,6 +118,7 @@ def test_decode():
     assert all(row["disttrain"] > row["OpenCV, area"] - 1 > 30 for row in closeness)
 
 
+@pytest.mark.slow
 def test_video():
     rows = only(video.measure(small=True))
     assert {row["codec"] for row in rows} == set(video.CODECS)

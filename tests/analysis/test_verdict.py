@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 from msgspec.structs import asdict
 
-from disttrain_cli.analysis.analyze import analyze
 from disttrain_cli.analysis.explanations import _late_host
 from disttrain_cli.analysis.job.database import open_database
 from disttrain_cli.analysis.job.device_clocks import slow_clocks
@@ -31,7 +30,7 @@ PLACES = {
 def test_the_place_is_as_narrow_as_the_evidence(tmp_path, cause):
     fault, place = PLACES[cause]
     synthetic.write(tmp_path, synthetic.Synthetic(**fault))
-    verdict = analyze([tmp_path]).verdict
+    verdict = synthetic.judged(tmp_path).verdict
     assert verdict.cause == cause
     assert {
         name: value for name, value in asdict(verdict.place).items() if value is not None
@@ -55,7 +54,7 @@ def test_a_rank_that_waits_for_a_core_is_no_slow_link(tmp_path):
     late = {"late_ms": 40.0}
     synthetic.write(tmp_path / "devices", synthetic.Synthetic(**late))
     synthetic.write(tmp_path / "cores", synthetic.Synthetic(**late, device="cpu", peak_tflops=1.2))
-    on_devices, on_cores = (analyze([tmp_path / name]) for name in ("devices", "cores"))
+    on_devices, on_cores = (synthetic.judged(tmp_path / name) for name in ("devices", "cores"))
     assert on_devices.verdict.cause == "communication"
     assert on_cores.verdict.cause == "host"
     assert "wait for one of the cores" in on_cores.verdict.headline
@@ -78,7 +77,7 @@ def test_steps_longer_than_predicted_are_reported_also_on_shared_cores(tmp_path,
     device = {"device": "cpu", "cores": 64, "peak_tflops": 1.2} if cores else {}
     factors = dict.fromkeys(synthetic.MODULES, slower)
     synthetic.write(tmp_path, synthetic.Synthetic(**device, unit_factor=factors))
-    found = analyze([tmp_path]).verdict
+    found = synthetic.judged(tmp_path).verdict
     assert found.cause == "none"
     predicted = next(row for row in found.evidence if row.what.startswith("step as the profile"))
     recorded = next(row for row in found.evidence if row.what == "recorded step")
@@ -101,7 +100,7 @@ def test_waits_for_cores_are_the_reason_where_the_kernel_counted_them(tmp_path, 
     for name, waited_s in (("waits", 0.3), ("none", 0.0)):
         spec = synthetic.Synthetic(**device, unit_factor=factors, core_wait_s=waited_s)
         synthetic.write(tmp_path / name, spec)
-    waits, none = (analyze([tmp_path / name]).verdict for name in ("waits", "none"))
+    waits, none = (synthetic.judged(tmp_path / name).verdict for name in ("waits", "none"))
     assert "waited 0.3 s per step" in waits.headline and "for a core (" in waits.headline
     assert waits.headline.index("for a core") < waits.headline.index("No straggler")
     assert waits.confidence <= 0.5 and (none.confidence <= 0.5) == cores
@@ -114,7 +113,9 @@ def test_a_host_too_busy_to_rehearse_is_no_slow_link(tmp_path):
     synthetic.write(tmp_path / "busy", synthetic.Synthetic(**late))
     synthetic.write(tmp_path / "fault", synthetic.Synthetic(**late, slow_rank={3: 3.0}))
     synthetic.write(tmp_path / "in time", synthetic.Synthetic())
-    busy, fault, in_time = (analyze([tmp_path / name]) for name in ("busy", "fault", "in time"))
+    busy, fault, in_time = (
+        synthetic.judged(tmp_path / name) for name in ("busy", "fault", "in time")
+    )
     assert (busy.verdict.cause, busy.verdict.place) == ("unknown", Place(host="host-a"))
     assert "too busy to run the rehearsal in time" in busy.verdict.headline
     assert "rehearse.time_scale" in busy.verdict.advice
@@ -127,14 +128,14 @@ def test_a_host_too_busy_to_rehearse_is_no_slow_link(tmp_path):
 @pytest.mark.parametrize("steps", [12, 40])
 def test_a_step_length_of_a_sample_of_steps_says_so(tmp_path, steps):
     synthetic.write(tmp_path, synthetic.Synthetic(steps=steps, slow_rank={3: 1.6}))
-    found = analyze([tmp_path])
+    found = synthetic.judged(tmp_path)
     sampled = f"mean of the 32 replayed of {found.job.steps_measured} measured steps"
     assert (sampled in found.verdict.headline) == (steps == 40)
 
 
 def test_a_slow_rank_makes_neither_its_stage_nor_its_unit_slow(tmp_path):
     synthetic.write(tmp_path, synthetic.Synthetic(slow_rank={3: 1.6}))
-    found = analyze([tmp_path])
+    found = synthetic.judged(tmp_path)
     lost = found.stragglers.lost_s
     assert (found.verdict.cause, found.verdict.place.rank) == ("worker", 3)
     assert abs(lost["stage"]) + abs(lost["unit"]) < 0.01 * lost["worker"]
@@ -164,7 +165,7 @@ def _hot(rank, step):
 )
 def test_a_slow_rank_is_named_with_its_clock(tmp_path, clocks, told):
     synthetic.write(tmp_path, synthetic.Synthetic(slow_rank={3: 1.6}, clocks=clocks))
-    verdict = analyze([tmp_path]).verdict
+    verdict = synthetic.judged(tmp_path).verdict
     assert (verdict.cause, verdict.place.rank) == ("worker", 3)
     clock = [one for one in verdict.evidence if one.unit == "MHz"]
     if told is None:
@@ -202,7 +203,7 @@ def test_where_all_are_slow_their_clocks_are_named(tmp_path):
             profiled_mhz=1700.0,
         )
         synthetic.write(tmp_path / name, spec)
-    hot, other = (analyze([tmp_path / name]).verdict.headline for name in ("hot", "else"))
+    hot, other = (synthetic.judged(tmp_path / name).verdict.headline for name in ("hot", "else"))
     assert "the clocks of their GPUs are at 76 to 76 % of what is usual (thermal limit)" in hot
     assert "either the profile is wrong" in other
 

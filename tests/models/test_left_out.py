@@ -38,9 +38,7 @@ SECTIONS = ("vision_config", "text_config")
 OTHERS = {"_name_or_path", "architectures", "dtype", "transformers_version", "tie_word_embeddings"}
 
 
-@pytest.fixture(
-    params=mostly_slow(WRITE, "siglip llava", "internvl", "flat qwen2_5_vl"), scope="module"
-)
+@pytest.fixture(params=mostly_slow(WRITE, "internvl", "flat qwen2_5_vl"), scope="module")
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of every family, without its weights."""
     made = tmp_path_factory.mktemp("left-out") / request.param.replace(" ", "-")

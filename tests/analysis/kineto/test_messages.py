@@ -154,7 +154,7 @@ def test_a_clean_pipeline_has_no_straggler(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "stage", [0, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (1, 2)), 3]
+    "stage", [1, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 3))]
 )
 def test_a_slow_stage_is_the_straggler_wherever_it_is(tmp_path, stage):
     found = analyze(pipeline(tmp_path, slow=[(stage, 1.5)]))
