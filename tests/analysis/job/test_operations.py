@@ -7,7 +7,8 @@ import json
 
 import pytest
 
-from disttrain_cli.analysis.analyze import analyze_database, ask
+from disttrain_cli.analysis.analyze import ask
+from disttrain_cli.analysis.job.analysis import analyze_database
 from disttrain_cli.analysis.job.database import open_database
 from disttrain_cli.analysis.job.operations import compare_operations
 from disttrain_cli.analysis.job.recorded import expected_s, recorded_pipelines

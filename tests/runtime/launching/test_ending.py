@@ -85,18 +85,18 @@ def test_an_abort_that_hangs_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_of_several_verdicts_the_first_stays_and_half_of_one_is_none(tmp_path: Path) -> None:
     assert read_verdict(tmp_path) is None  # a file is there now, and empty
-    publish_verdict(tmp_path, Verdict(text="rank 3: its text\n", told_on="a"))
-    publish_verdict(tmp_path, Verdict(text="rank 4: Connection closed by peer\n", told_on="b"))
-    assert read_verdict(tmp_path) == Verdict(text="rank 3: its text\n", told_on="a")
+    publish_verdict(tmp_path, Verdict(text="rank 3: its text\n", shown_on="a"))
+    publish_verdict(tmp_path, Verdict(text="rank 4: Connection closed by peer\n", shown_on="b"))
+    assert read_verdict(tmp_path) == Verdict(text="rank 3: its text\n", shown_on="a")
     (tmp_path / "verdict").write_text('{"text": "ra')
     assert read_verdict(tmp_path) is None
     # jobs without states have no such folder
-    publish_verdict(tmp_path / "none", Verdict(text="", told_on=None))
+    publish_verdict(tmp_path / "none", Verdict(text="", shown_on=None))
     assert read_verdict(tmp_path / "none") is None and not (tmp_path / "none").exists()
 
 
 @pytest.mark.parametrize(
-    ("told_on", "environment", "told"),
+    ("shown_on", "environment", "told"),
     [
         (socket.gethostname(), {"RANK": "0"}, False),  # stands in the job log
         ("elsewhere", {"RANK": "0"}, False),
@@ -111,10 +111,10 @@ def test_of_several_verdicts_the_first_stays_and_half_of_one_is_none(tmp_path: P
         ),
     ],
 )
-def test_a_verdict_is_told_once_per_terminal(
+def test_a_verdict_is_shown_once_per_terminal(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    told_on: str | None,
+    shown_on: str | None,
     environment: dict[str, str],
     told: bool,
 ) -> None:
@@ -130,7 +130,7 @@ def test_a_verdict_is_told_once_per_terminal(
     monkeypatch.setattr(os, "write", lambda descriptor, text: written.append(text))
     with pytest.raises(SystemExit, match="4"):
         Ending(1, tmp_path / "log", tmp_path, lambda error: None).follow(
-            Verdict(text="why\n", told_on=told_on)
+            Verdict(text="why\n", shown_on=shown_on)
         )
     assert written == [b"why\n"] * told
 

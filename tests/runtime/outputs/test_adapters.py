@@ -99,7 +99,7 @@ def test_what_peft_has_no_name_for_is_merged_only(tmp_path):
     lora = LORA["image_encoder"] | {"modules_to_save": ["embeddings"]}
     run = adapted(tmp_path, {"image_encoder": {"lora": lora}})
     trained(run)
-    with pytest.raises(SpecError, match="no name in peft that is its alone") as caught:
+    with pytest.raises(SpecError, match="no unambiguous name in peft") as caught:
         export(run, tmp_path / "out")
     assert "would also be embeddings.patch_embeddings" in str(caught.value)
     assert not (tmp_path / "out").exists()
