@@ -71,7 +71,9 @@ def test_a_rank_that_waits_for_a_core_is_no_slow_link(tmp_path):
     assert both[0] == pytest.approx(both[1], rel=0.05)
 
 
-@pytest.mark.parametrize(("slower", "cores"), [(3.3, True), (1.0, True), (3.3, False)])
+@pytest.mark.parametrize(
+    ("slower", "cores"), first_fast([(3.3, True), (3.3, False), (1.0, True)], 2)
+)
 def test_steps_longer_than_predicted_are_reported_also_on_shared_cores(tmp_path, slower, cores):
     """Shared cores are then the likely reason; elsewhere the profile or all devices are."""
     device = {"device": "cpu", "cores": 64, "peak_tflops": 1.2} if cores else {}
@@ -93,7 +95,7 @@ def test_steps_longer_than_predicted_are_reported_also_on_shared_cores(tmp_path,
         assert found.next_command.startswith("disttrain plan" if cores else "disttrain profile")
 
 
-@pytest.mark.parametrize("cores", [True, False])
+@pytest.mark.parametrize("cores", first_fast([True, False]))
 def test_waits_for_cores_are_the_reason_where_the_kernel_counted_them(tmp_path, cores):
     device = {"device": "cpu", "cores": 64, "peak_tflops": 1.2} if cores else {}
     factors = dict.fromkeys(synthetic.MODULES, 3.3)
@@ -125,7 +127,7 @@ def test_a_host_too_busy_to_rehearse_is_no_slow_link(tmp_path):
     assert "Also: Host host-a was too busy to run the rehearsal in time" in fault.verdict.headline
 
 
-@pytest.mark.parametrize("steps", [12, 40])
+@pytest.mark.parametrize("steps", first_fast([40, 12]))
 def test_a_step_length_of_a_sample_of_steps_says_so(tmp_path, steps):
     synthetic.write(tmp_path, synthetic.Synthetic(steps=steps, slow_rank={3: 1.6}))
     found = synthetic.judged(tmp_path)

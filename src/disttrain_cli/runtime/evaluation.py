@@ -146,8 +146,8 @@ class Evaluation(Hook):
     def losses(self) -> dict[str, Any]:
         """Return the `loss_fields` of the held-out batches, under names with `evaluation_`.
 
-        Every rank calls this. It adds one `evaluation` row to the trace, outside the time of any
-        step.
+        Losses are means over tokens and images. Every rank calls this. It adds one `evaluation` row
+        to the trace, outside the time of any step.
         """
         engine, coords = self._engine, self._engine.coords
         tracer, begun = engine.tracer, engine.tracer.mark()

@@ -11,6 +11,7 @@ from disttrain_cli.analysis.analyze import analyze, ask
 from disttrain_cli.analysis.views import documented_views
 from disttrain_cli.errors import DataError, UsageError
 from tests.analysis.kineto import traces
+from tests.cases import first_fast
 
 
 def same(found):
@@ -65,7 +66,7 @@ def test_every_form_gives_the_same_figures(tmp_path):
         assert same(analyze([tmp_path / form])) == plain, form
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("packed", first_fast([True, False]))
 def test_a_truncated_file_is_analysed_as_far_as_it_goes(tmp_path, packed):
     arrivals = [400 + step % 7 for step in range(40)]
     path = traces.write(tmp_path / "rank0.json", traces.document(traces.events(arrivals)))

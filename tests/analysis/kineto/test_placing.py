@@ -119,7 +119,7 @@ def test_no_nanosecond_is_lost_on_the_way_to_one_clock(tmp_path):
     assert rows == [(0, 1_700_000_000_000_000_123, 250), (1, 1_700_000_000_000_000_620, 250)]
 
 
-@pytest.mark.parametrize("base_ns", [1_790_000_000_000_000_000, None])
+@pytest.mark.parametrize("base_ns", first_fast([1_790_000_000_000_000_000, None]))
 def test_times_count_from_1970_where_files_tell_from_when_theirs_do(tmp_path, base_ns):
     """Also where all tell the same moment, as ranks of one host do."""
     for path in traces.job(tmp_path, ARRIVALS):

@@ -359,7 +359,8 @@ def test_a_straggler_among_cpus_is_named_though_nothing_is_a_device(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("lane", "move"), [("Stream #14(Compute)", traces.ALL_REDUCE), ("XLA Ops", "all-reduce.3")]
+    ("lane", "move"),
+    first_fast([("Stream #14(Compute)", traces.ALL_REDUCE), ("XLA Ops", "all-reduce.3")]),
 )
 def test_streams_of_devices_without_categories_are_understood(tmp_path, lane, move):
     """As compilers write them: annotations of steps are a row of the device too, the host's marks

@@ -42,7 +42,7 @@ def test_a_rank_that_is_late_is_the_straggler(tmp_path, rank):
     assert "its host delays it" in verdict.advice
 
 
-@pytest.mark.parametrize(("compute", "larger"), [(100, True), (600, False)])
+@pytest.mark.parametrize(("compute", "larger"), first_fast([(100, True), (600, False)]))
 def test_a_loss_larger_than_the_stragglers_is_in_the_headline(tmp_path, compute, larger):
     found = job(tmp_path, jittered([(2, 150)], base=960), compute=[compute + 340] * RANKS)
     lost_s, verdict = found.stragglers.lost_s, found.verdict

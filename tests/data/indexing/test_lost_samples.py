@@ -24,6 +24,7 @@ from disttrain_cli.data.packing import pack
 from disttrain_cli.data.sources import Shard, Skipped
 from disttrain_cli.data.sources.samples import samples_lost
 from disttrain_cli.data.statistics import describe_data
+from tests.cases import mostly_slow
 from tests.data.dataset import INPUTS, interleaved, make_run, text, write_tar
 
 EACH = 40  # samples of a shard
@@ -73,6 +74,10 @@ WRITERS: dict[str, tuple[Callable[[Path, Sequence[str]], None], str]] = {
     "json": (json_list, "part_{}.json"),
     "lines": (lines, "part{}.jsonl"),
 }
+
+
+#: Forms of shards in every run: by file, by footer, by lines.
+FAST = ("tar", "parquet", "lines")
 
 
 def name_of(form: str, shard: int) -> str:
@@ -196,7 +201,7 @@ def test_damaged_rows_of_arrow_are_left_out(tmp_path: Path, form: str) -> None:
     assert [(one.key, one.samples) for one in index.skipped] == [("row 14", 1), ("row 15", 1)]
 
 
-@pytest.mark.parametrize("form", WRITERS)
+@pytest.mark.parametrize("form", mostly_slow(WRITERS, *FAST))
 def test_a_pipe_is_never_read(tmp_path: Path, form: str) -> None:
     path = write(tmp_path, form)
     path.unlink()
@@ -236,7 +241,7 @@ HOLDERS = [
 @pytest.mark.parametrize(
     ("form", "content"),
     [
-        *((form, POINTER) for form in WRITERS),
+        *((form, POINTER) for form in FAST),
         *((form, PAGE) for form in ("json", "lines")),
         *(("lines", content) for content in HOLDERS),
         ("json", HOLDERS[0]),
@@ -277,7 +282,7 @@ def test_holes_of_zeros_in_lines_count_by_bytes(
 
 
 @pytest.mark.parametrize("damage", [cut, zeroed])
-@pytest.mark.parametrize("form", WRITERS)
+@pytest.mark.parametrize("form", mostly_slow(WRITERS, *FAST))
 def test_a_single_shard_of_which_nothing_tells_how_much_is_lost_is_refused(
     tmp_path: Path, form: str, damage: Callable[[Path], None]
 ) -> None:
