@@ -18,7 +18,7 @@ from disttrain_cli.models.architectures import read_configs
 from disttrain_cli.models.graph import build_layers, describe, layer_table
 from disttrain_cli.models.weights import load_into
 from disttrain_cli.spec.families.defaults import IMAGE_PROCESSORS
-from tests.cases import mostly_slow
+from tests.cases import first_fast, mostly_slow
 from tests.whole_models import run_of, write_llava, write_qwen, write_tiled
 
 WRITE = {
@@ -182,7 +182,7 @@ def test_the_head_is_the_embedding_where_the_class_says_so(
         load_into(layers, run)
 
 
-@pytest.mark.parametrize("differs", [True, False])
+@pytest.mark.parametrize("differs", first_fast([True, False]))
 def test_a_head_of_its_own_is_not_tied_by_a_default(tmp_path: Path, differs: bool) -> None:
     """As transformers does: InternVL3-8B has a head, and its configuration does not say so."""
     from transformers import AutoModelForImageTextToText

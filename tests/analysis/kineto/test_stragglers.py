@@ -166,8 +166,7 @@ def test_what_mending_stragglers_gains_is_what_a_simulation_without_them_does(
             # attention is bound by memory, so low clocks leave it as it is
             ({"GroupProblemShape": 1.5, "nvjet_tst": 1.5}, "a slower device"),
             ({"flash_fwd_kernel": 1.5}, "a slower device"),
-        ],
-        2,
+        ]
     ),
 )
 def test_expert_load_is_told_from_a_slow_device(tmp_path, longer, said):

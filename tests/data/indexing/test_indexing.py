@@ -33,7 +33,7 @@ from disttrain_cli.data.indexing.shard_files import Job, parts_of_job, paths_of
 from disttrain_cli.data.sources import Shard, tables
 from disttrain_cli.errors import DataError, SpecError
 from disttrain_cli.spec.runfile import Run
-from tests.cases import mostly_slow
+from tests.cases import first_fast, mostly_slow
 from tests.data.dataset import (
     INPUTS,
     PROPERTY,
@@ -157,7 +157,7 @@ def large(run: Run, monkeypatch: pytest.MonkeyPatch) -> tuple[Run, bytes]:
     return large, written
 
 
-@pytest.mark.parametrize("processes", [0, 2])
+@pytest.mark.parametrize("processes", first_fast([0, 2]))
 def test_parts_of_a_large_file_are_joined(large: tuple[Run, bytes], processes: int) -> None:
     run, written = large
     reports = list[tuple[str, int, int]]()
@@ -263,7 +263,7 @@ def _no_columns() -> object:
     return pa.table({"number": [1]})
 
 
-@pytest.mark.parametrize("deaths", [1, 100])
+@pytest.mark.parametrize("deaths", first_fast([1, 100]))
 def test_processes_that_die_are_named(
     run: Run, said: list[str], monkeypatch: pytest.MonkeyPatch, deaths: int
 ) -> None:

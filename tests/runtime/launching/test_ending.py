@@ -35,6 +35,7 @@ from disttrain_cli.runtime.launching.process import abort_groups, joined
 from disttrain_cli.runtime.launching.rank import JobFile, read_job_file
 from disttrain_cli.runtime.watching.verdict import Verdict, publish_verdict, read_verdict
 from disttrain_cli.spec.rundir import rank_log
+from tests.cases import first_fast
 from tests.runtime.factory import make_job, plan_of, unit
 from tests.runtime.launching.fault_worker import TEXT
 
@@ -172,7 +173,7 @@ def test_names_that_are_no_unicode_are_told(
 
 
 # ---- ranks -------------------------------------------------------------------------------------
-@pytest.mark.parametrize("lock", ["free", "held"])
+@pytest.mark.parametrize("lock", first_fast(["free", "held"]))
 def test_the_text_is_told_though_closing_waits_for_ever(tmp_path: Path, lock: str) -> None:
     with pytest.raises(RankFailedError) as caught:
         launch(2, f"{ENDING}:stuck", {"logs": str(tmp_path), "lock": lock}, tmp_path)
