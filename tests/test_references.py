@@ -34,6 +34,7 @@ def names(module: Path) -> set[str]:
     return found
 
 
+@cache
 def is_dead(reference: str) -> bool:
     """Whether `room.module.name` or `room/file` names nothing; other references are not judged."""
     path = reference.split()[0]
