@@ -106,7 +106,7 @@ def test_what_one_rank_leaves_out_after_the_norm_is_found(
 
     def alone(self: HollowEngine) -> None:
         if self.coords.rank == 0:
-            self._told = tuple
+            self._to_maximise = tuple
         stock(self)
 
     stock = HollowEngine._update

@@ -139,7 +139,7 @@ def follow(verdict: Verdict) -> NoReturn:
 
 
 @contextmanager
-def told_at_once() -> Iterator[None]:
+def reported_at_once() -> Iterator[None]:
     """Report errors raised inside before the resources around it are closed."""
     try:
         yield
