@@ -48,16 +48,12 @@ def job():
 
 def found_in(folder, job, *faults, layouts=False, **disturbed):
     """The analysis, and the share of a step that is gained without any of the faults."""
-
-    def step_s(some, **more):
-        more = {name: value for name, value in more.items() if name != "ordering"}
-        return np.mean(
-            [line.iteration_s for *_, line in simulated.play(*job, STEPS, faults=some, **more)][1:]
-        )
-
-    simulated.write(folder, *job, STEPS, faults=faults, **disturbed)
-    found = analyze([folder]) if layouts else synthetic.judged(folder)
-    return found, 1 - step_s(()) / step_s(faults, **disturbed)
+    played = simulated.write(folder, *job, STEPS, faults=faults, **disturbed)
+    clean = [line for *_, line in simulated.play(*job, STEPS)]
+    clean_s, step_s = (
+        np.mean([line.iteration_s for line in lines[1:]]) for lines in (clean, played)
+    )
+    return analyze([folder]) if layouts else synthetic.judged(folder), 1 - clean_s / step_s
 
 
 def test_bubbles_that_no_layout_regains_are_no_fault(tmp_path, job):

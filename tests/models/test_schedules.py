@@ -164,7 +164,7 @@ def test_the_run_files_betas_take_the_place_of_listed_ones(write: Write) -> None
 
 def test_a_field_of_no_class_is_named(write: Write) -> None:
     run = write({"rescale_beta_zero_snr": True, "_diffusers_version": "0.1", "steps_offset": 1})
-    (note,) = [note for note in starting_weights(run) if "unread" in note]
+    (note,) = [note for note in starting_weights(run) if "not read of" in note]
     assert note.startswith(f"{NAME}: not read of its scheduler_config.json: rescale_beta_zero_")
 
 
