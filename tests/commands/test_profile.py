@@ -88,19 +88,17 @@ def test_what_was_measured_and_spent_is_said(folder, capsys):
         ) in capsys.readouterr().out
 
 
-def test_json_has_the_promised_keys(folder, capsys, monkeypatch):
-    def analytic_profile(run, name, progress):
-        profile = make_profile(run.file)
-        device = profile.device.model_copy(update={"name": name, "kind": "analytic"})
-        return profile.model_copy(update={"device": device})
-
-    monkeypatch.setattr("disttrain_cli.profiling.analytic.analytic_profile", analytic_profile)
+def test_json_has_the_promised_keys(folder, capsys):
+    value = yaml.safe_load((folder / "disttrain.yaml").read_text())
+    del value["model"]["modules"]["image_generator"]
+    del value["data"]["distribution"]["generated_per_sequence"]
+    (folder / "disttrain.yaml").write_text(yaml.safe_dump(value))
     code, out, _ = call(["profile", "--device", "analytic:H100", "--json", "--quiet"], capsys)
     document = json.loads(out)
     assert code == 0 and document["device"]["name"] == "H100"
     assert {"name", "kind", "count", "memory_gib", "peak_tflops"} <= set(document["device"])
     assert {"forward_ms", "backward_ms", "fit_error_pct"} <= set(
-        document["modules"]["llm"]["tp"]["1"]
+        document["modules"]["llm"]["tp"]["2"]
     )
     assert {"p2p_gbps", "p2p_us", "all_reduce_gbps", "inter_node"} <= set(document["links"])
     assert {"samples", "fingerprint", "text_tokens", "image_tokens", "images_per_sequence"} <= set(
