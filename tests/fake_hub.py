@@ -102,7 +102,7 @@ def serving(monkeypatch: pytest.MonkeyPatch, cache: Path) -> Iterator[FakeHub]:
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=[0.01], daemon=True).start()
     hub.url = f"http://127.0.0.1:{server.server_address[1]}"
     from huggingface_hub import constants
 

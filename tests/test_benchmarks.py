@@ -109,6 +109,7 @@ def test_published_layouts_are_slower_with_uneven_routing():
     assert stated["ours"] < even["ours"] and stated["step, s"] > even["step, s"]
 
 
+@pytest.mark.slow
 def test_decode():
     *aimed_at, files, closeness = decode.measure(small=True).values()
     for rows in aimed_at:
@@ -118,6 +119,7 @@ def test_decode():
     assert all(row["disttrain"] > row["OpenCV, area"] - 1 > 30 for row in closeness)
 
 
+@pytest.mark.slow
 def test_video():
     rows = only(video.measure(small=True))
     assert {row["codec"] for row in rows} == set(video.CODECS)
@@ -143,6 +145,7 @@ def test_index():
     assert all(row["samples"] == 200 and row["speed by CPU"] > 0 for row in beside)
 
 
+@pytest.mark.slow
 def test_levelling_by_images_is_never_worse_than_by_sequences():
     rows = only(levelling.measure(small=True))
     assert [row["DP"] for row in rows[:3]] == [2, 4, 8] and rows == only(
@@ -171,6 +174,7 @@ def test_ranks_of_a_cp_group_work_and_keep_their_share():
         assert row["kept GiB"] == pytest.approx(row["planned"], rel=0.03)
 
 
+@pytest.mark.slow
 def test_ordering_levels_what_shares_a_unit():
     times, loads = ordering.measure(small=True).values()
     assert all(
@@ -524,6 +528,7 @@ def test_a_small_rehearsal_is_measured(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_verdicts_are_judged_by_cause_and_place(monkeypatch, tmp_path):
     assert sum(case.cause == "none" for case in verdicts.CASES) == 5 and len(verdicts.CASES) == 25
     written = []
@@ -679,6 +684,7 @@ def test_a_verdict_is_right_that_names_what_gains_most():
     )
 
 
+@pytest.mark.slow
 def test_calibration_analyses_each_case_once_and_keeps_what_is_held_out(monkeypatch, tmp_path):
     spec = synthetic.Synthetic(steps=3, slow_rank={3: 1.6})
 

@@ -37,6 +37,7 @@ def test_the_limits_fit_into_the_time_of_all():
     assert list(runner.LIMITS_S) == list(PARTS)
 
 
+@pytest.mark.slow
 def test_a_block_of_the_llm(setting):
     figures = run_part("block_7b", setting)
     assert json.loads(setting.out.read_text()) == figures
@@ -113,6 +114,7 @@ def test_the_head(setting):
     assert run_part("head", setting)["head"]["kept_mib"] > 0
 
 
+@pytest.mark.slow
 def test_images_of_two_shapes(setting):
     figures = run_part("vit", setting)
     assert figures["square"]["kept_mib"] == pytest.approx(figures["wide"]["kept_mib"], rel=0.01)

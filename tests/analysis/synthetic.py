@@ -17,6 +17,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from disttrain_cli.analysis.job.analysis import analyze_database
+from disttrain_cli.analysis.job.database import open_database
+from disttrain_cli.analysis.result.summary import Analysis
 from disttrain_cli.spec.inputs import ModelInputs
 from disttrain_cli.spec.layer_costs import Polynomial
 from disttrain_cli.spec.plan import Layout, Prediction, UnitPlan, UnitTime
@@ -282,6 +285,11 @@ def write(folder: Path, spec: Synthetic, segments: int = 2, name: str = "segment
     table(folder / "steps" / f"{name}-00000.parquet", steps, STEP_COLUMNS)
     (folder / "job.json").write_text(make_job(spec).model_dump_json())
     return truth
+
+
+def judged(folder: Path) -> Analysis:
+    """Analyse a folder without other layouts, which take half of an analysis and more."""
+    return analyze_database(open_database([folder]), lambda *_: [])
 
 
 def table(path: Path, rows: list[dict[str, Any]], columns: dict[str, str]) -> None:

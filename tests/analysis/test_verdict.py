@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 from msgspec.structs import asdict
 
-from disttrain_cli.analysis.analyze import analyze
 from disttrain_cli.analysis.explanations import _late_host
 from disttrain_cli.analysis.job.database import open_database
 from disttrain_cli.analysis.job.device_clocks import slow_clocks
@@ -31,7 +30,7 @@ PLACES = {
 def test_the_place_is_as_narrow_as_the_evidence(tmp_path, cause):
     fault, place = PLACES[cause]
     synthetic.write(tmp_path, synthetic.Synthetic(**fault))
-    verdict = analyze([tmp_path]).verdict
+    verdict = synthetic.judged(tmp_path).verdict
     assert verdict.cause == cause
     assert {
         name: value for name, value in asdict(verdict.place).items() if value is not None
@@ -55,7 +54,7 @@ def test_a_rank_that_waits_for_a_core_is_no_slow_link(tmp_path):
     late = {"late_ms": 40.0}
     synthetic.write(tmp_path / "devices", synthetic.Synthetic(**late))
     synthetic.write(tmp_path / "cores", synthetic.Synthetic(**late, device="cpu", peak_tflops=1.2))
-    on_devices, on_cores = (analyze([tmp_path / name]) for name in ("devices", "cores"))
+    on_devices, on_cores = (synthetic.judged(tmp_path / name) for name in ("devices", "cores"))
     assert on_devices.verdict.cause == "communication"
     assert on_cores.verdict.cause == "host"
     assert "wait for one of the cores" in on_cores.verdict.headline
@@ -72,13 +71,15 @@ def test_a_rank_that_waits_for_a_core_is_no_slow_link(tmp_path):
     assert both[0] == pytest.approx(both[1], rel=0.05)
 
 
-@pytest.mark.parametrize(("slower", "cores"), [(3.3, True), (1.0, True), (3.3, False)])
+@pytest.mark.parametrize(
+    ("slower", "cores"), first_fast([(3.3, True), (3.3, False), (1.0, True)], 2)
+)
 def test_steps_longer_than_predicted_are_reported_also_on_shared_cores(tmp_path, slower, cores):
     """Shared cores are then the likely reason; elsewhere the profile or all devices are."""
     device = {"device": "cpu", "cores": 64, "peak_tflops": 1.2} if cores else {}
     factors = dict.fromkeys(synthetic.MODULES, slower)
     synthetic.write(tmp_path, synthetic.Synthetic(**device, unit_factor=factors))
-    found = analyze([tmp_path]).verdict
+    found = synthetic.judged(tmp_path).verdict
     assert found.cause == "none"
     predicted = next(row for row in found.evidence if row.what.startswith("step as the profile"))
     recorded = next(row for row in found.evidence if row.what == "recorded step")
@@ -94,14 +95,14 @@ def test_steps_longer_than_predicted_are_reported_also_on_shared_cores(tmp_path,
         assert found.next_command.startswith("disttrain plan" if cores else "disttrain profile")
 
 
-@pytest.mark.parametrize("cores", [True, False])
+@pytest.mark.parametrize("cores", first_fast([True, False]))
 def test_waits_for_cores_are_the_reason_where_the_kernel_counted_them(tmp_path, cores):
     device = {"device": "cpu", "cores": 64, "peak_tflops": 1.2} if cores else {}
     factors = dict.fromkeys(synthetic.MODULES, 3.3)
     for name, waited_s in (("waits", 0.3), ("none", 0.0)):
         spec = synthetic.Synthetic(**device, unit_factor=factors, core_wait_s=waited_s)
         synthetic.write(tmp_path / name, spec)
-    waits, none = (analyze([tmp_path / name]).verdict for name in ("waits", "none"))
+    waits, none = (synthetic.judged(tmp_path / name).verdict for name in ("waits", "none"))
     assert "waited 0.3 s per step" in waits.headline and "for a core (" in waits.headline
     assert waits.headline.index("for a core") < waits.headline.index("No straggler")
     assert waits.confidence <= 0.5 and (none.confidence <= 0.5) == cores
@@ -114,7 +115,9 @@ def test_a_host_too_busy_to_rehearse_is_no_slow_link(tmp_path):
     synthetic.write(tmp_path / "busy", synthetic.Synthetic(**late))
     synthetic.write(tmp_path / "fault", synthetic.Synthetic(**late, slow_rank={3: 3.0}))
     synthetic.write(tmp_path / "in time", synthetic.Synthetic())
-    busy, fault, in_time = (analyze([tmp_path / name]) for name in ("busy", "fault", "in time"))
+    busy, fault, in_time = (
+        synthetic.judged(tmp_path / name) for name in ("busy", "fault", "in time")
+    )
     assert (busy.verdict.cause, busy.verdict.place) == ("unknown", Place(host="host-a"))
     assert "too busy to run the rehearsal in time" in busy.verdict.headline
     assert "rehearse.time_scale" in busy.verdict.advice
@@ -124,17 +127,17 @@ def test_a_host_too_busy_to_rehearse_is_no_slow_link(tmp_path):
     assert "Also: Host host-a was too busy to run the rehearsal in time" in fault.verdict.headline
 
 
-@pytest.mark.parametrize("steps", [12, 40])
+@pytest.mark.parametrize("steps", first_fast([40, 12]))
 def test_a_step_length_of_a_sample_of_steps_says_so(tmp_path, steps):
     synthetic.write(tmp_path, synthetic.Synthetic(steps=steps, slow_rank={3: 1.6}))
-    found = analyze([tmp_path])
+    found = synthetic.judged(tmp_path)
     sampled = f"mean of the 32 replayed of {found.job.steps_measured} measured steps"
     assert (sampled in found.verdict.headline) == (steps == 40)
 
 
 def test_a_slow_rank_makes_neither_its_stage_nor_its_unit_slow(tmp_path):
     synthetic.write(tmp_path, synthetic.Synthetic(slow_rank={3: 1.6}))
-    found = analyze([tmp_path])
+    found = synthetic.judged(tmp_path)
     lost = found.stragglers.lost_s
     assert (found.verdict.cause, found.verdict.place.rank) == ("worker", 3)
     assert abs(lost["stage"]) + abs(lost["unit"]) < 0.01 * lost["worker"]
@@ -164,7 +167,7 @@ def _hot(rank, step):
 )
 def test_a_slow_rank_is_named_with_its_clock(tmp_path, clocks, told):
     synthetic.write(tmp_path, synthetic.Synthetic(slow_rank={3: 1.6}, clocks=clocks))
-    verdict = analyze([tmp_path]).verdict
+    verdict = synthetic.judged(tmp_path).verdict
     assert (verdict.cause, verdict.place.rank) == ("worker", 3)
     clock = [one for one in verdict.evidence if one.unit == "MHz"]
     if told is None:
@@ -202,7 +205,7 @@ def test_where_all_are_slow_their_clocks_are_named(tmp_path):
             profiled_mhz=1700.0,
         )
         synthetic.write(tmp_path / name, spec)
-    hot, other = (analyze([tmp_path / name]).verdict.headline for name in ("hot", "else"))
+    hot, other = (synthetic.judged(tmp_path / name).verdict.headline for name in ("hot", "else"))
     assert "the clocks of their GPUs are at 76 to 76 % of what is usual (thermal limit)" in hot
     assert "either the profile is wrong" in other
 

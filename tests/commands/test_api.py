@@ -56,7 +56,10 @@ def test_epochs_are_steps_of_the_profiled_data(run_folder):
     profile = json.loads((run_folder / "runs/tiny/profile.json").read_text())
     profile["data"]["sequences"] = sequences
     (run_folder / "runs/tiny/profile.json").write_text(json.dumps(profile))
-    said = plan(path, sensitivity=False).explanation.sentences
+    notes = []
+    write_whole(read_run(path).dir.plan, "no plan")
+    said = plan(path, sensitivity=False, note=notes.append).explanation.sentences
+    assert len(notes) == 1 and "Not compared with" in notes[0]
     assert any(one.startswith("Training 360 steps × 6 = 93.9 passes over 23 seq") for one in said)
     path.write_text(path.read_text().replace("  steps: 360", "  epochs: 2.5"))
     assert read_run(path).file.train.total_steps == 10
@@ -70,14 +73,6 @@ def test_epochs_are_steps_of_the_profiled_data(run_folder):
         with pytest.raises(SpecError, match="wrong") as caught:
             read_run(wrong)
         assert f"given: {why}" in caught.value.why
-
-
-def test_notes_go_to_who_asked_for_them(run_folder):
-    notes = []
-    path = read_run(run_folder / "disttrain.yaml").dir.plan
-    write_whole(path, "no plan")
-    plan(run_folder, sensitivity=False, note=notes.append)
-    assert len(notes) == 1 and "Not compared with" in notes[0]
 
 
 @pytest.mark.parametrize(
@@ -189,13 +184,13 @@ def test_training_plans_nothing_for_machines_that_are_not_here(run_folder, old, 
     )
 
 
-def test_a_plan_of_another_profile_is_not_trained(run_folder):
-    planned = plan(run_folder, sensitivity=False).plan
-    other = planned.model_copy(
-        update={"fingerprints": planned.fingerprints.model_copy(update={"profile": "other"})}
+def test_a_plan_of_another_profile_is_not_trained(planned):
+    made = read_plan(read_run(planned / "disttrain.yaml").dir.plan)
+    other = made.model_copy(
+        update={"fingerprints": made.fingerprints.model_copy(update={"profile": "other"})}
     )
     with pytest.raises(MismatchError, match="profile"):
-        train(run_folder, plan=other)
+        train(planned, plan=other)
 
 
 #: A message with a call or an argument, in Python and in a shell, of a run file that was named.

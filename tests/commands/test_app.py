@@ -22,6 +22,7 @@ from disttrain_cli.errors import (
     SpecError,
     UsageError,
 )
+from tests.cases import first_fast
 
 COMMANDS = [name for name in command_names() if name != "data"]  # a group, whose commands are there
 
@@ -234,7 +235,7 @@ def test_console_script_and_module_are_the_same():
         )
 
 
-@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("closed", first_fast(["<&-", ">&-", "2>&-", "<&- >&- 2>&-"], 2))
 def test_closed_streams_are_no_bug(tmp_path, closed):
     """And what is written gets none of their numbers: a file must not take what is printed."""
     done = subprocess.run(

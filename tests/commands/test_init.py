@@ -18,8 +18,8 @@ def init(words, capsys):
     return left.value.code, shown.out, shown.err
 
 
-@pytest.mark.parametrize("name", preset_names())
-def test_every_preset_is_a_valid_run_file_and_names_itself(name, tmp_path, capsys):
+@pytest.mark.parametrize("name", ["tiny", "mllm-9b", "qwen3-vl-8b", "tiny-qwen3-vl"])
+def test_a_preset_is_a_valid_run_file_and_names_itself(name, tmp_path, capsys):
     code, _, err = init([str(tmp_path / "run"), "--preset", name], capsys)
     run = read_run(tmp_path / "run" / "disttrain.yaml")
     assert code == 0 and run.file.name == name

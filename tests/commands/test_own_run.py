@@ -113,7 +113,9 @@ def test_paths_in_the_working_folder_stay_relative(made, tmp_path, capsys, monke
     assert file.model.folder == "my model" and file.data.sources[0].path == "pairs.tar"
 
 
-@pytest.mark.parametrize("name", ["no", "2026-11-27", "new\nline \x85", 'a, {b}: #c \'s "日本"'])
+@pytest.mark.parametrize(
+    "name", first_fast(["no", "2026-11-27", "new\nline \x85", 'a, {b}: #c \'s "日本"'])
+)
 def test_any_name_of_a_file_is_read_back(made, tmp_path, capsys, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     data, model, run = (tmp_path / f"{name}{end}" for end in (".jsonl", " model", ""))

@@ -23,6 +23,7 @@ from disttrain_cli.data.tokenizer import ByteTokenizer, Tokenizer, doubtful_temp
 from disttrain_cli.errors import MismatchError
 from disttrain_cli.spec.index import IMAGE
 from disttrain_cli.spec.runfile import Run
+from tests.cases import first_fast
 from tests.data.chat_folders import write_folder
 from tests.data.dataset import INPUTS, encoded, make_run, write_tar
 from tests.whole_models import run_of, write_llava
@@ -131,7 +132,7 @@ def made(tmp_path: Path, form: str, template: bool = True) -> tuple[Run, Index, 
     return run, build_index(run, WIDE), read_tokenizer(run)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", first_fast(FORMS, 2))
 def test_every_form_gives_the_tokens_of_transformers(tmp_path: Path, form: str) -> None:
     from transformers import PreTrainedTokenizerFast
 

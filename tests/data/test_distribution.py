@@ -30,6 +30,7 @@ from disttrain_cli.spec.joined_tiles import JoinedTiles
 from disttrain_cli.spec.runfile import Run, RunFile
 from disttrain_cli.spec.runfile.data import DistributionSpec
 from disttrain_cli.spec.tiling import LongestEdge, NearestRatio
+from tests.cases import first_fast
 from tests.data.dataset import PROPERTY, make_layout, unit
 
 NAMES = [
@@ -145,7 +146,7 @@ TILINGS = {
 }
 
 
-@pytest.mark.parametrize("rule", TILINGS)
+@pytest.mark.parametrize("rule", first_fast(TILINGS))
 def test_images_that_are_cut_come_in_parts(rule: str) -> None:
     processor = ImageProcessor(**TILE, tiling=TILINGS[rule])
     eye = ImageInput(

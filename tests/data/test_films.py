@@ -31,7 +31,7 @@ from disttrain_cli.runtime.outputs.prompts import batch_of
 from disttrain_cli.runtime.outputs.trained import Trained
 from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.runfile import Run
-from tests.cases import mostly_slow
+from tests.cases import first_fast, mostly_slow
 from tests.data.dataset import make_layout, unit, write_tar
 from tests.data.films import MATRICES, all_frames, film, sound_only, turned
 from tests.video_models import RULES, VIDEO, Film, Talk, write_folder
@@ -131,7 +131,7 @@ def test_a_template_that_writes_images_before_videos_is_not_taken_for_another(
         tokenizer.chat.written([Turn("user", [f"{FILM}{MARK}What?"], []), answer])
 
 
-@pytest.mark.parametrize("orientation", [3, 5, 6])
+@pytest.mark.parametrize("orientation", first_fast([3, 5, 6]))
 def test_turned_films_are_upright_in_index_and_items(tmp_path: Path, orientation: int) -> None:
     write_folder(tmp_path / "given", "qwen2_5_vl")
     run, data = video_run(tmp_path, "qwen2_5_vl"), turned(FILMS["b.mp4"], *MATRICES[orientation])

@@ -7,6 +7,7 @@ import pytest
 from disttrain_cli.data import template_limits
 from disttrain_cli.data.chat_templates import MOST_ENDLESS, ChatTemplate
 from disttrain_cli.errors import SpecError
+from tests.cases import mostly_slow
 
 MESSAGES = [{"role": "user", "content": "Hi {}"}, {"role": "assistant", "content": "Yes"}]
 
@@ -91,8 +92,9 @@ ENDLESS = {
 }
 
 
-@pytest.mark.parametrize("source", ENDLESS.values(), ids=ENDLESS)
-def test_a_template_without_end_is_given_up(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", mostly_slow(ENDLESS, *[*ENDLESS][::5]))
+def test_a_template_without_end_is_given_up(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = ENDLESS[name]
     monkeypatch.setattr(template_limits, "MOST_WORK", 300_000)
     template = ChatTemplate(source, {})
     with pytest.raises(ValueError, match="rejects it: it takes too much work"):

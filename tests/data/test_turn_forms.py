@@ -21,6 +21,7 @@ from disttrain_cli.data.sources.turn_forms import turns_in, with_turns
 from disttrain_cli.data.tokenizer import read_tokenizer
 from disttrain_cli.errors import DataError
 from disttrain_cli.spec.index import IMAGE
+from tests.cases import first_fast
 from tests.data.chat_folders import write_folder
 from tests.data.dataset import INPUTS, PROPERTY, encoded, make_run, write_tar
 
@@ -109,7 +110,7 @@ FORMS: dict[str, Callable[[Path], None]] = {
 }
 
 
-@pytest.mark.parametrize("template", ["vision", "headers", ""])
+@pytest.mark.parametrize("template", first_fast(["vision", "headers", ""]))
 def test_all_forms_mean_the_same(tmp_path: Path, template: str) -> None:
     tokens = str(write_folder(tmp_path / "tokens", template)) if template else "bytes"
     expected: list[Any] = []

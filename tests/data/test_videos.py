@@ -19,6 +19,7 @@ from disttrain_cli.data.videos import (
     read_video_header,
     stored_header,
 )
+from tests.cases import first_fast
 from tests.data.films import MATRICES, all_frames, av, film, sound_only, trimmed, turned
 
 FORMS = {
@@ -37,7 +38,7 @@ def header_of(data: bytes) -> VideoHeader:
     return read_video_header(lambda offset, length: data[offset : offset + length], len(data))
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", first_fast(FORMS, 3))
 def test_chosen_frames_are_those_of_the_plain_loop(name: str) -> None:
     codec, form = FORMS[name]
     data = film(40, codec=codec, form=form, every=7)

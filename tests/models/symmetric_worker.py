@@ -72,7 +72,7 @@ def _wrong_on_one(group: Group) -> None:
     real = symmetric.scattered
     twice: Any = lambda *given: real(*given) * (1 + group.rank)  # noqa: E731
     with patch.object(symmetric, "scattered", twice):
-        assert symmetric.refusal(group, CPU) == "symmetric memory: a product came out wrong"
+        assert symmetric.refusal(group, CPU) == "symmetric memory: a GEMM gave a wrong result"
 
 
 def _on_several_hosts(group: Group) -> None:

@@ -14,6 +14,7 @@ from disttrain_cli.models.sharding import tp_degrees
 from disttrain_cli.runtime.feeding import in_tokens
 from disttrain_cli.spec.places import Places
 from tests.batches import changed
+from tests.cases import first_fast
 
 
 def llm(run):
@@ -141,7 +142,7 @@ def test_packed_samples_equal_transformers_own_model_one_sample_at_a_time(make_r
     )
 
 
-@pytest.mark.parametrize("name", ["mistral", "qwen2 with windows", "qwen3 wide"])
+@pytest.mark.parametrize("name", first_fast(["mistral", "qwen2 with windows", "qwen3 wide"]))
 def test_costs_are_counted_and_a_group_divides_it(make_run, name):
     run = family(make_run, name, image_encoder=None, image_generator=None)
     flops = count_flops(run)["llm"]

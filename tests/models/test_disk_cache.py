@@ -11,6 +11,7 @@ from disttrain_cli.profiling.analytic import _counted
 from disttrain_cli.profiling.footprints import running
 from disttrain_cli.profiling.tp_overlap import _events
 from disttrain_cli.spec.layer_costs import Polynomial
+from tests.cases import first_fast
 
 
 def flops(model: str) -> dict[int, list[LayerFlops]]:
@@ -97,12 +98,14 @@ def test_the_least_recently_used_files_are_removed(folder, monkeypatch):
 
 @pytest.mark.parametrize(
     ("function", "given", "named"),
-    [
-        (count_flops, (), {}),
-        (_counted, ("image_encoder", False), {"tp": 2}),
-        (running, ("image_encoder", [1, 2]), {}),
-        (_events, ("image_encoder", [1, 2]), {}),
-    ],
+    first_fast(
+        [
+            (count_flops, (), {}),
+            (_counted, ("image_encoder", False), {"tp": 2}),
+            (running, ("image_encoder", [1, 2]), {}),
+            (_events, ("image_encoder", [1, 2]), {}),
+        ]
+    ),
     ids=["FLOPs", "operators", "memory and messages", "events"],
 )
 def test_results_about_layers_are_stored(folder, make_run, function, given, named):

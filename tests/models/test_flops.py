@@ -11,6 +11,7 @@ from disttrain_cli.models.probe import probe_batch, probe_work, state_at
 from disttrain_cli.models.projectors import Joint
 from disttrain_cli.spec.heads import AudioInput, ImageInput, TargetInput
 from disttrain_cli.spec.inputs import ModelInputs
+from tests.cases import first_fast
 
 
 @pytest.mark.slow
@@ -72,19 +73,26 @@ def test_flops_of_a_patch_need_not_be_whole(make_run):
 
 @pytest.mark.parametrize(
     ("family", "fields", "windows"),
-    [
-        ("mistral", {"sliding_window": 5}, (5, 5, 5)),
-        ("mistral", {"sliding_window": 1}, (1, 1, 1)),
-        ("mistral", {"sliding_window": 4096}, ()),
-        ("mistral", {"sliding_window": None}, ()),
-        ("llama", {}, ()),
-        (
-            "qwen2",
-            {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1},
-            (48, 7, 7),
-        ),
-        ("qwen2", {"use_sliding_window": False, "sliding_window": 7, "max_window_layers": 1}, ()),
-    ],
+    first_fast(
+        [
+            ("mistral", {"sliding_window": 5}, (5, 5, 5)),
+            ("mistral", {"sliding_window": 1}, (1, 1, 1)),
+            ("mistral", {"sliding_window": 4096}, ()),
+            ("mistral", {"sliding_window": None}, ()),
+            ("llama", {}, ()),
+            (
+                "qwen2",
+                {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1},
+                (48, 7, 7),
+            ),
+            (
+                "qwen2",
+                {"use_sliding_window": False, "sliding_window": 7, "max_window_layers": 1},
+                (),
+            ),
+        ],
+        3,
+    ),
 )
 def test_flops_of_attention_follow_the_window_of_every_block(make_run, family, fields, windows):
     given = {
@@ -144,7 +152,7 @@ START: dict[str, torch.Tensor] = {}
 
 
 @pytest.mark.parametrize(
-    ("side", "expected"), [(224, 0.3346), (448, 1.463), (504, 1.910), (1022, 11.37)]
+    ("side", "expected"), first_fast([(224, 0.3346), (448, 1.463), (504, 1.910), (1022, 11.37)])
 )
 def test_vit_huge(side, expected):
     from transformers import ViTConfig
@@ -210,7 +218,7 @@ def test_one_llama_layer_at_8192_tokens(monkeypatch, width, ffn, heads, kv_heads
     assert forward_tflop([block], batch) == pytest.approx(expected, abs=5e-4)
 
 
-@pytest.mark.parametrize(("size", "expected"), [(64, 0.804), (128, 4.675)])
+@pytest.mark.parametrize(("size", "expected"), first_fast([(64, 0.804), (128, 4.675)]))
 def test_stable_diffusion_2_1_unet(monkeypatch, size, expected):
     from disttrain_cli.models.configs import known_fields
 
@@ -232,7 +240,7 @@ def test_stable_diffusion_2_1_unet(monkeypatch, size, expected):
     assert forward_tflop(layers, batch) == pytest.approx(expected, abs=5e-4)
 
 
-@pytest.mark.parametrize(("size", "expected"), [(512, 1.117), (1024, 4.879)])
+@pytest.mark.parametrize(("size", "expected"), first_fast([(512, 1.117), (1024, 4.879)]))
 def test_stable_diffusions_vae_encoder(size, expected):
     from disttrain_cli.models.configs import known_fields
 

@@ -161,7 +161,7 @@ GENERATORS = {
         "noise": {"prediction": "v_prediction", "betas": "squaredcos_cap_v2"},
     },
 }
-QUICK = ("sd xl", "pixart", "pixart, small", "sd3.5", "flux", "lumina2")
+QUICK = ("sd xl", "pixart, small", "flux")
 ANY = pytest.mark.parametrize("kind", mostly_slow(GENERATORS, *QUICK))
 
 

@@ -55,7 +55,7 @@ def written(folder: Path, family: str) -> tuple[Any, Any, LibraryImages, library
     return model, processor, head, call
 
 
-@pytest.mark.parametrize("family", first_fast([one for one in FAST if one not in REFUSED], 4))
+@pytest.mark.parametrize("family", first_fast([one for one in FAST if one not in REFUSED]))
 def test_the_rows_of_an_image_are_the_librarys_own(tmp_path: Path, family: str) -> None:
     """One by one as in a batch, whatever their sizes."""
     model, processor, head, call = written(tmp_path, family)

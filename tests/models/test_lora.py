@@ -24,6 +24,7 @@ from disttrain_cli.models.probe import probe_batch, state_at
 from disttrain_cli.models.published import published_class
 from disttrain_cli.models.weight_parts import split
 from disttrain_cli.spec.layer_costs import Polynomial
+from tests.cases import first_fast
 from tests.models.any_decoder import fields_of
 from tests.models.test_towers import ASKED_TO_INTERPOLATE, GRIDS, tower
 
@@ -137,7 +138,7 @@ TOWER = {
 }
 
 
-@pytest.mark.parametrize("architecture", TOWER)
+@pytest.mark.parametrize("architecture", first_fast(TOWER, 2))
 def test_a_tower_equals_pefts(tower, architecture):
     """Also of queries, keys and values in one linear; its projector is trained as ever."""
     run = tower(architecture, lora={"r": 3, "target_modules": TOWER[architecture]})

@@ -20,6 +20,7 @@ from disttrain_cli.models.layer import is_adapter
 from disttrain_cli.models.probe import entry_state, probe_batch
 from disttrain_cli.models.published import on_meta
 from disttrain_cli.spec.runfile import Run
+from tests.cases import first_fast
 from tests.models.test_generators import GENERATORS, NAME, of_flux
 from tests.models.test_lora import assert_same_gradients, randomised
 
@@ -51,7 +52,7 @@ def made(make_run: Any, kind: str) -> tuple[Run, list[Any], Any, dict[str, Tenso
     return run, list(layers), batch, entry_state(table, NAME, inputs, batch)
 
 
-@pytest.mark.parametrize("kind", LORA)
+@pytest.mark.parametrize("kind", first_fast(LORA, 2))
 def test_a_flow_with_adapters_equals_pefts_from_their_folder(
     make_run: Any, tmp_path: Path, kind: str
 ) -> None:

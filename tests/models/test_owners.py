@@ -9,6 +9,7 @@ from disttrain_cli.models.architectures import architectures, read_configs
 from disttrain_cli.models.graph import build_layers, layer_table
 from disttrain_cli.models.published import on_meta
 from disttrain_cli.spec.runfile import Run, RunFile
+from tests.cases import mostly_slow
 from tests.models.conftest import AUDIO, LLAMA, MODULES, MROPE, UNET
 from tests.models.test_library_generators import PIXELS
 from tests.models.test_towers import TOWERS
@@ -45,7 +46,7 @@ UNUSED = ("pooler.", "head.", "embed_positions.")
 JOINTS = ("deepstack_merger_list.",)
 
 
-@pytest.mark.parametrize("architecture", CONFIGS)
+@pytest.mark.parametrize("architecture", mostly_slow(CONFIGS, *[*CONFIGS][::4]))
 def test_a_modules_are_its_published_models_and_only_the_rest_are_projectors(
     make_run, architecture
 ) -> None:

@@ -21,6 +21,7 @@ from disttrain_cli.models.sampling import generate
 from disttrain_cli.models.vae import VaeDecoder, decoder_maker
 from disttrain_cli.spec.runfile import Run
 from tests.batches import changed
+from tests.cases import first_fast
 from tests.models.test_generators import FLUX, LUMINA2, NAME, SD3, VAE, library_model
 
 #: Patches of an image: latents of 8 × 8 in patches of 2 × 2.
@@ -90,7 +91,7 @@ def asked_by_pipeline(family: str, scheduler: Any, steps: int) -> Any:
 
 @FAMILIES
 @SCHEDULES
-@pytest.mark.parametrize("steps", [1, 4, 28])
+@pytest.mark.parametrize("steps", first_fast([4, 1, 28]))
 def test_times_and_sigmas_are_the_pipelines(
     written: Any, family: str, schedule: dict[str, Any], steps: int
 ) -> None:

@@ -6,6 +6,7 @@ import json
 import pytest
 
 from disttrain_cli.models.graph import describe, layer_table
+from tests.cases import first_fast
 from tests.whole_models import run_of
 
 CLIP = {"image_mean": [0.48145466, 0.4578275, 0.40821073]}
@@ -172,7 +173,7 @@ PUBLISHED = {
 }
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", first_fast(PUBLISHED))
 def test_a_published_configuration_is_a_model_of_its_size(tmp_path, name):
     config, processor, parameters, unread, patches = PUBLISHED[name]
     folder = tmp_path / name

@@ -233,7 +233,7 @@ def test_images_together_equal_one_by_one(tower, architecture):
     assert empty.shape == (0, 48)
 
 
-@pytest.mark.parametrize("architecture", first_fast(TOWERS, 3))
+@pytest.mark.parametrize("architecture", first_fast(TOWERS))
 def test_costs_are_counted(tower, architecture):
     """FLOPs hold at other sizes in whole windows; operators and what a TP group reduces are there
     for every kind."""

@@ -20,6 +20,7 @@ from disttrain_cli.profiling.assemble import _side_branches
 from disttrain_cli.runtime.engine.gradients import gradient_flow
 from disttrain_cli.runtime.engine.optimizer import make_optimizer
 from disttrain_cli.spec.adapter import PREFIX
+from tests.cases import first_fast
 from tests.models.test_whole import FAMILIES, IMAGE, picture, sequences
 from tests.planning import synthetic
 from tests.whole_models import run_of, write_llava, write_qwen, write_tiled
@@ -47,7 +48,7 @@ WRITE: dict[str, tuple[Any, tuple[str, ...]]] = {
 ALONE = {"trained": ["projectors"]}
 
 
-@pytest.mark.parametrize("family", WRITE)
+@pytest.mark.parametrize("family", first_fast(WRITE, 3))
 def test_the_projectors_of_a_family_are_what_joins_its_tower_to_its_llm(
     tmp_path: Path, family: str
 ) -> None:

@@ -20,6 +20,7 @@ from disttrain_cli.models.layer import Batch, Items
 from disttrain_cli.models.weights import load_into, starting_weights
 from disttrain_cli.spec.runfile.published import is_all, joins_as
 from tests.batches import changed
+from tests.cases import first_fast
 from tests.models.conftest import VIT
 from tests.whole_models import (
     IMAGE,
@@ -110,7 +111,7 @@ def _runs(values):
     return [torch.cat(list(run)) for _, run in groupby(values, key=lambda one: one.shape)]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", first_fast(FAMILIES, 2))
 def test_the_loss_is_the_librarys_own_on_the_same_images(tmp_path, family):
     """Through the processor's own preprocessing, one sequence at a time."""
     write, processor = FAMILIES[family]

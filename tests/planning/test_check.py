@@ -111,7 +111,7 @@ def test_what_training_does_not_run_is_refused_by_name(
     assert caught.value.what and caught.value.why and caught.value.next_step
 
 
-def test_all_reasons_are_told_at_once(made: Made) -> None:
+def test_all_reasons_are_reported_at_once(made: Made) -> None:
     plan, run, profile = made
     with pytest.raises(SpecError) as caught:
         refuse_not_run(plan, without_data(run), of_device(profile, "analytic", "A800"))

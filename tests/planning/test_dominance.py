@@ -15,6 +15,7 @@ from disttrain_cli.planning.search import search
 from disttrain_cli.planning.sensitivity import scale_images
 from disttrain_cli.planning.units import Cluster, groupings
 from disttrain_cli.spec.shape import ParallelShape
+from tests.cases import first_fast
 from tests.planning import synthetic
 
 
@@ -42,7 +43,8 @@ def test_only_rows_with_enough_dominators_go(seed: int, top: int, columns: int, 
 
 
 @pytest.mark.parametrize(
-    ("factor", "memory_gib", "sound"), [(0.0, 4.0, False), (0.0, 0.03, True), (0.05, 4.0, True)]
+    ("factor", "memory_gib", "sound"),
+    first_fast([(0.0, 4.0, False), (0.0, 0.03, True), (0.05, 4.0, True)]),
 )
 def test_the_simplest_of_many_ties_are_found(factor: float, memory_gib: float, sound: bool) -> None:
     run = synthetic.run_file(batch=4, gpus=6)

@@ -29,6 +29,7 @@ from disttrain_cli.spec.layer_costs import Polynomial, combine
 from disttrain_cli.spec.plan import Plan
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.runfile import RunFile
+from tests.cases import first_fast
 from tests.planning import synthetic
 
 
@@ -49,7 +50,7 @@ def planned() -> Planned:
     return solve(RUN, costs, top=2), ranked_as(cluster_of(RUN, costs))
 
 
-@pytest.mark.parametrize("kind", ["analytic", "cuda", "cpu"])
+@pytest.mark.parametrize("kind", first_fast(["cuda", "analytic", "cpu"]))
 def test_the_expected_step_lies_within_its_range(planned: Planned, kind: str) -> None:
     (plan, cluster), profile = planned, profiled(RUN, kind)
     draws = Draws(profile, cluster)

@@ -26,6 +26,7 @@ from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.progress import silent
 from disttrain_cli.spec.shape import ParallelShape
+from tests.cases import first_fast
 from tests.planning import synthetic
 
 ONE = Cluster(8, 8, 4.0, 1, 1, climbs=False)  # one long sequence, on which DP has nothing to do
@@ -72,7 +73,7 @@ def test_groups_on_several_nodes_are_whole_nodes() -> None:
         assert groupings(profile, cluster, "disaggregated")[0][1].widths == inside
 
 
-@pytest.mark.parametrize(("speed", "over"), [(0.5, True), (1e-3, False)])
+@pytest.mark.parametrize(("speed", "over"), first_fast([(0.5, True), (1e-3, False)]))
 def test_a_plan_shares_over_nodes_where_that_is_faster(
     speed: float, over: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -138,7 +139,7 @@ def test_neighbours_share_more_or_fewer() -> None:
     assert all((tp, cp) in units[1].widths for tp, cp, _ in found)
 
 
-@pytest.mark.parametrize(("memory_gib", "divides"), [(0.32, True), (0.4, False)])
+@pytest.mark.parametrize(("memory_gib", "divides"), first_fast([(0.32, True), (0.4, False)]))
 def test_a_plan_divides_experts_where_that_pays_and_names_the_gain(
     memory_gib: float, divides: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

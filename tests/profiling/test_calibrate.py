@@ -14,6 +14,7 @@ from disttrain_cli.spec.layer_costs import Heads, combine
 from disttrain_cli.spec.plan import Layout, UnitPlan
 from disttrain_cli.spec.runfile import Run
 from tests import profiles
+from tests.cases import first_fast
 from tests.planning.synthetic import run_file, tiny
 from tests.profiling.recorded import Recording, layout, retimed, varied
 
@@ -150,12 +151,15 @@ def test_directions_that_look_alike_keep_the_profile_s_proportions(recording, ru
 
 @pytest.mark.parametrize(
     "disturbed",
-    [
-        {"slow_ranks": {2: 1.5}},
-        {"slow_ranks": {0: 1.2, 6: 3.0}},
-        {"stalls": 0.05, "noise": 0.02},
-        {"slow_ranks": {3: 1.08}, "noise": 0.01},
-    ],
+    first_fast(
+        [
+            {"slow_ranks": {2: 1.5}},
+            {"slow_ranks": {0: 1.2, 6: 3.0}},
+            {"stalls": 0.05, "noise": 0.02},
+            {"slow_ranks": {3: 1.08}, "noise": 0.01},
+        ],
+        2,
+    ),
 )
 def test_slow_ranks_and_stalls_do_not_bend_the_model(recording, run, tmp_path, disturbed):
     true = retimed(recording.planned, by_module)
@@ -167,12 +171,15 @@ def test_slow_ranks_and_stalls_do_not_bend_the_model(recording, run, tmp_path, d
 
 @pytest.mark.parametrize(
     ("trained", "checkpointing", "tp"),
-    [
-        (["image_generator"], False, 1),
-        (["llm"], True, 1),
-        (None, True, 2),
-        (["image_encoder"], False, 4),
-    ],
+    first_fast(
+        [
+            (["image_generator"], False, 1),
+            (["llm"], True, 1),
+            (None, True, 2),
+            (["image_encoder"], False, 4),
+        ],
+        2,
+    ),
 )
 def test_frozen_recomputed_and_divided_layers(recording, run, tmp_path, trained, checkpointing, tp):
     plan = layout(
@@ -191,7 +198,7 @@ def test_frozen_recomputed_and_divided_layers(recording, run, tmp_path, trained,
     assert len(backwards) == after_trained  # frozen layers before all that trains have none
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", first_fast([False, True]))
 def test_what_cp_groups_exchange_is_no_part_of_a_layer_s_time(
     recording, run, tmp_path, checkpointing
 ):
@@ -318,7 +325,7 @@ def test_links_that_contradict_themselves_stay(recording, run, tmp_path, monkeyp
     assert row.before == row.after and row.error_before_pct == row.error_after_pct > 40
 
 
-@pytest.mark.parametrize("before", [0.0, 20.0])
+@pytest.mark.parametrize("before", first_fast([0.0, 20.0]))
 def test_the_optimizer_s_time_comes_back(recording, run, tmp_path, before):
     def with_ns(ns):
         device = recording.planned.device.model_copy(update={"optimizer_ns_per_parameter": ns})

@@ -17,7 +17,7 @@ from disttrain_cli.data.ordering.orders import Orders
 from disttrain_cli.data.sample_data import write_sample_data
 from disttrain_cli.models.graph import build_layers, describe, layer_table
 from disttrain_cli.models.layer import LOSS_PREFIX
-from disttrain_cli.runtime.evaluation import Evaluation, Standing, schedule, told
+from disttrain_cli.runtime.evaluation import Evaluation, Standing, loss_fields, schedule
 from disttrain_cli.runtime.feeding import to_batch
 from disttrain_cli.spec.runfile import Run, RunFile
 from disttrain_cli.spec.runfile.model import LossWeights
@@ -163,16 +163,16 @@ def test_several_generators_are_told_apart() -> None:
     generator is no list."""
     weights = LossWeights(text=2.0, image=0.5, modules={"refiner": 4.0})
     modules = {"text": "llm", "image": "painter", "image/refiner": "refiner"}
-    found = told(modules, {"text": 6.0, "image": 1.0, "image/refiner": 2.0}, weights)
+    found = loss_fields(modules, {"text": 6.0, "image": 1.0, "image/refiner": 2.0}, weights)
     assert found == {
         "loss": 9.0,
         "loss_text": 3.0,
         "loss_image": 1.25,
         "generator_losses": {"painter": 2.0, "refiner": 0.5},
     }
-    one = told({"text": "llm", "image": "refiner"}, {"text": 6.0, "image": 2.0}, weights)
+    one = loss_fields({"text": "llm", "image": "refiner"}, {"text": 6.0, "image": 2.0}, weights)
     assert one == {"loss": 8.0, "loss_text": 3.0, "loss_image": 0.5}
-    assert told({"text": "llm"}, {"text": 6.0}, weights)["loss_image"] is None
+    assert loss_fields({"text": "llm"}, {"text": 6.0}, weights)["loss_image"] is None
 
 
 def test_an_evaluation_needs_samples(tmp_path: Path) -> None:

@@ -280,7 +280,7 @@ def test_a_bad_step_stops_all_ranks_and_names_the_module(runs: Runs) -> None:
     assert len(told) == 1
     message = told.pop()
     assert message.startswith(
-        f"Step {SPOILT} is not finite: {ENCODER} made the first such number, in the forward of"
+        f"Step {SPOILT} is not finite: {ENCODER} computed the first such number, in the forward of"
     )
     assert "text loss nan" in message and "disttrain_cli.train(resume=True)" in message
     assert len(json.loads((out / "history.json").read_text())) == SPOILT

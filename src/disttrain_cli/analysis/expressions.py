@@ -172,7 +172,7 @@ class _Condition:
             raise UsageError(
                 f"{argument('condition')} cannot compare {name!r}",
                 "it is null: these traces do not contain it",
-                f"Figures are in the JSON of {call('analyze')}: `--json`, or `analysis.to_json()`",
+                f"Figures are in the JSON of {call('analyze')}: `--json`, or `Analysis.to_json()`",
             )
         if kind == "number" and isinstance(value, float):
             limit = float(text.rstrip(" %")) / (100 if text.endswith("%") else 1)
@@ -195,7 +195,7 @@ class _Condition:
         raise UsageError(
             f"{argument('condition')} has no figure named {name!r}",
             "known names include: " + ", ".join(near),
-            f"Figures are in the JSON of {call('analyze')}: `--json`, or `analysis.to_json()`",
+            f"Figures are in the JSON of {call('analyze')}: `--json`, or `Analysis.to_json()`",
         )
 
     def _unread(self) -> UsageError:

@@ -32,7 +32,7 @@ class Preflight:
     """The number of ranks that joined, and the messages of rank 0."""
 
     ranks: int
-    told: list[str]
+    reports: list[str]
 
 
 def train(

@@ -110,7 +110,7 @@ def show_preflight(console: Console, done: Preflight) -> None:
         f"{done.ranks} ranks connected, have the same program, files and data, and all their"
         " groups work."
     )
-    for line in done.told:
+    for line in done.reports:
         console.say(line)
 
 

@@ -181,7 +181,7 @@ def _modules_of(saved: Sequence[str], model: torch.nn.Module) -> list[str]:
     ]
     if rest or "" in found:
         raise SpecError(
-            "What was trained in addition to the adapters is no whole part of the model",
+            "The weights trained besides the adapters are only a part of a module",
             f"of the same part, and not trained: {', '.join(rest[:_SHOWN])}",
             f"Export with {argument('merge', True)}.",
         )
@@ -189,7 +189,7 @@ def _modules_of(saved: Sequence[str], model: torch.nn.Module) -> list[str]:
     theirs = [name for name, _ in model.named_modules() if name.endswith(tuple(outer))]
     if outer and sorted(theirs) != outer:
         raise SpecError(
-            "What was trained in addition to the adapters has no name in peft that is its alone",
+            "The weights trained besides the adapters have no unambiguous name in peft",
             f"modules_to_save {', '.join(outer)} would also be {', '.join({*theirs} - {*outer})}",
             f"Export with {argument('merge', True)}.",
         )

@@ -338,7 +338,7 @@ def check_alike(lora: Lora, there: Mapping[str, Any], origin: Path) -> None:
                 f"{argument('origin')}: the adapters in {origin} are others than those of"
                 f" {lora.module}",
                 f"{name}: {there[name]} there, {getattr(lora, name)} in the run file",
-                f"Make model.modules.{lora.module}.lora as it was there.",
+                f"Make model.modules.{lora.module}.lora equal to that of the origin.",
             )
 
 

@@ -476,7 +476,7 @@ def read_configs(run: Run) -> dict[str, ModuleConfig]:
         raise SpecError(
             f"{' and '.join(generators)} learn to draw the same images, some in buckets",
             "buckets are for a model with one generator",
-            "Take buckets away, or all generators but one.",
+            "Remove the buckets, or all generators but one.",
         )
     llm = next(c for c in configs.values() if c.kind == "llm")
     if hasattr(llm.config, "max_position_embeddings"):

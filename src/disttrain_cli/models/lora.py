@@ -275,7 +275,7 @@ def _check_saved(lora: Lora, layers: Sequence[PipelineLayer]) -> None:
     if missing and not lora.within:
         raise SpecError(
             f"{field}: nothing is called {', '.join(missing)}",
-            f"sought by the ends of names in {lora.module}",
+            f"looked for by the ends of names in {lora.module}",
             "Name parts of the model with weights, such as embed_tokens, lm_head or norm.",
         )
 

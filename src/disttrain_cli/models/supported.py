@@ -99,7 +99,9 @@ def _decoder(model_type: str) -> Decoder:
 
 def _of_default(error: SpecError) -> str:
     """Return the reason of a refusal; sizes of a default configuration prove nothing."""
-    return str(error.why).replace("its classes fail", "only a folder tells: its default sizes fail")
+    return str(error.why).replace(
+        "its classes fail", "known from a folder only: its default sizes fail"
+    )
 
 
 def _first_line(error: Exception) -> str:

@@ -153,7 +153,7 @@ def _try_out(group: Group, device: torch.device) -> None:
     expected = [float(rank) for rank in range(size) for _ in range(2)]
     found = whole[:, 0].tolist(), made[:, -1].tolist(), total.flatten().tolist()
     if found != (expected, expected, [2.0 * size * group.rank] * 16):
-        raise RuntimeError("a product came out wrong")
+        raise RuntimeError("a GEMM gave a wrong result")
 
 
 def _name(group: Group) -> str:

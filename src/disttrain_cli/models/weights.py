@@ -134,7 +134,7 @@ def starting_weights(run: Run, given: Collection[str] = (), training: bool = Fal
     for module, spec in run.file.model.modules.items():
         if spec.kind == "generator" and (left := unread(scheduler_fields(run, spec))):
             notes.append(
-                f"{module}: left unread of its {SCHEDULE}: {', '.join(left)}; no scheduler that is"
+                f"{module}: not read of its {SCHEDULE}: {', '.join(left)}; no scheduler that is"
                 " trained here has such fields."
             )
     if run.published is not None and not joins_as(run.published, run.file.model):

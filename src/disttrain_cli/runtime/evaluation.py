@@ -144,10 +144,10 @@ class Evaluation(Hook):
         return 0 < self.spec.stop_after <= self.standing.since
 
     def losses(self) -> dict[str, Any]:
-        """Return `evaluation_loss` and the other fields of `told`: means over tokens and images.
+        """Return the `loss_fields` of the held-out batches, under names with `evaluation_`.
 
-        Every rank calls this. It adds one `evaluation` row to the trace, outside the time of any
-        step.
+        Losses are means over tokens and images. Every rank calls this. It adds one `evaluation` row
+        to the trace, outside the time of any step.
         """
         engine, coords = self._engine, self._engine.coords
         tracer, begun = engine.tracer, engine.tracer.mark()
@@ -176,16 +176,18 @@ class Evaluation(Hook):
         means = {name: total / max(1, counts[name]) for name, total in totals.items()}
         return {
             f"evaluation_{key}": value
-            for key, value in told(engine.loss_modules, means, weights).items()
+            for key, value in loss_fields(engine.loss_modules, means, weights).items()
         }
 
 
 def world_losses(engine: UnitEngine, weights: LossWeights) -> dict[str, Any]:
-    """Return the losses of the last step's global batch, with the fields of `told`."""
-    return told(engine.loss_modules, engine.step_losses, weights)
+    """Return the losses of the last step's global batch, as `loss_fields`."""
+    return loss_fields(engine.loss_modules, engine.step_losses, weights)
 
 
-def told(modules: dict[str, str], losses: dict[str, float], weights: LossWeights) -> dict[str, Any]:
+def loss_fields(
+    modules: dict[str, str], losses: dict[str, float], weights: LossWeights
+) -> dict[str, Any]:
     """Return the reported losses: weighted sum `loss`, unweighted `loss_text` and `loss_image`.
 
     Without a generator `loss_image` is None; with several it is their mean, and `generator_losses`

@@ -14,7 +14,7 @@ from disttrain_cli.runtime.checkpoints.folder import made_from, recorded
 from disttrain_cli.runtime.engine.engine import UnitEngine
 from disttrain_cli.runtime.engine.optimizer import set_lrs
 from disttrain_cli.runtime.hooks import Data, Hook, Step
-from disttrain_cli.runtime.launching.ending import told_at_once
+from disttrain_cli.runtime.launching.ending import reported_at_once
 from disttrain_cli.runtime.reports import Reports
 from disttrain_cli.runtime.resources import Resources
 from disttrain_cli.runtime.task import Task
@@ -94,7 +94,7 @@ def run_steps(
             measured.update(hook.measure())
         return list(measured.values())
 
-    with ExitStack() as stack, told_at_once():
+    with ExitStack() as stack, reported_at_once():
         for hook in hooks:
             stack.enter_context(hook)
         for number in steps:

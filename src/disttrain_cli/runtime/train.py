@@ -214,10 +214,10 @@ def preflight(run: Run, plan: Plan, profile: Profile, *, progress: Progress = si
         RankFailedError: a test failed; the rank's error is included.
     """
     _checked_index(run, profile)
-    told: list[str] = []
+    reports: list[str] = []
 
-    def hear(what: str, done: float, total: int) -> None:
-        told.append(what)
+    def collect(what: str, done: float, total: int) -> None:
+        reports.append(what)
         progress(what, done, total)
 
     folder = run.dir.preflight
@@ -231,9 +231,9 @@ def preflight(run: Run, plan: Plan, profile: Profile, *, progress: Progress = si
             steps=0,
             resume=True,
             on_step=None,
-            progress=hear,
+            progress=collect,
         )
-    return told[1:]  # without the launcher's note
+    return reports[1:]  # without the launcher's note
 
 
 def check_profiled(steps: range, total: int, first: int = 0) -> None:

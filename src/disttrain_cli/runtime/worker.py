@@ -40,7 +40,7 @@ from disttrain_cli.runtime.engine.assemble import build_engine
 from disttrain_cli.runtime.engine.faults import out_of_memory
 from disttrain_cli.runtime.evaluation import Evaluation, Standing
 from disttrain_cli.runtime.feeding import fetcher, fields_of, message_dtype
-from disttrain_cli.runtime.launching.ending import told_at_once
+from disttrain_cli.runtime.launching.ending import reported_at_once
 from disttrain_cli.runtime.launching.groups import check_groups
 from disttrain_cli.runtime.launching.join import join
 from disttrain_cli.runtime.launching.meeting import wait_until_built
@@ -87,7 +87,7 @@ def before_fork(payload: dict[str, Any]) -> list[str]:
 
 def main(payload: dict[str, Any]) -> None:
     """Train until `payload["steps"]`."""
-    with ExitStack() as stack, told_at_once():
+    with ExitStack() as stack, reported_at_once():
         job = join(payload, stack)
         task, coords = job.task, job.coords
         run, plan, rank0 = task.run, task.plan, coords.rank == 0
@@ -208,7 +208,7 @@ def preflight(payload: dict[str, Any]) -> None:
 
     Rank 0 reports how long each took.
     """
-    with ExitStack() as stack, told_at_once():
+    with ExitStack() as stack, reported_at_once():
         job = join(payload, stack)
         job.pulse.begin("preflight")
         with out_of_memory(job.coords, job.task.plan.plan, "preflight", -1):

@@ -126,8 +126,7 @@ def test_a_file_that_cannot_be_written_is_an_error_with_a_next_step(clean, tmp_p
 
 
 @pytest.mark.parametrize("packed", first_fast([False, True]))
-def test_what_was_written_reads_back_to_the_same_figures(clean, tmp_path, monkeypatch, packed):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def test_what_was_written_reads_back_to_the_same_figures(clean, tmp_path, packed):
     out = tmp_path / ("trace.json.gz" if packed else "trace.json")
     write_chrome_trace(open_database([clean[0]]), out)
     own, again = (json.dumps(analyze([path]).to_json()) for path in (clean[0], out))
@@ -152,7 +151,6 @@ def test_a_damaged_file_of_ours_is_said_to_be_one(clean, tmp_path, monkeypatch):
     text = out.read_text()
     for damaged in (
         text[: len(text) // 2],
-        text[:2000],
         text.replace('"version": 1', '"version": 7', 1),
         text.replace('"ranks": [', '"ranking": [', 1),
         text.replace('"window_s"', '"x"', 1),

@@ -132,7 +132,7 @@ TIMES = ("start_ns", "end_ns")
 def test_a_trace_with_a_clock_minutes_off_is_put_right(tmp_path, clean):
     minutes = 150 * SECOND
     shifted(tmp_path, minutes)
-    found, straight = analyze([tmp_path]), analyze([clean[0]])
+    found, straight = synthetic.judged(tmp_path), analyze([clean[0]])
     (reference, other) = found.clocks
     assert (reference.host, reference.offset_us, other.host, other.applied) == (
         "host-a",
@@ -155,8 +155,7 @@ def test_a_trace_with_a_clock_minutes_off_is_put_right(tmp_path, clean):
     assert abs(start - 10**18) < SECOND
 
 
-@pytest.mark.parametrize("back_s", [0.1, 0.5, 2.0])
-def test_a_clock_that_is_set_back_names_no_link_for_sure(tmp_path, back_s):
+def test_a_clock_that_is_set_back_names_no_link_for_sure(tmp_path):
     """No one offset puts right what a clock shows before and after."""
     shifted(tmp_path, 0)
     half = None
@@ -164,19 +163,18 @@ def test_a_clock_that_is_set_back_names_no_link_for_sure(tmp_path, back_s):
         rows = pq.read_table(file).to_pylist()
         half = half or rows[len(rows) // 2]["start_ns"]
         late = [
-            {name: row[name] - round(back_s * SECOND) * (row[name] > half) for name in TIMES}
-            for row in rows
+            {name: row[name] - SECOND // 2 * (row[name] > half) for name in TIMES} for row in rows
         ]
         synthetic.table(
             file, [row | times for row, times in zip(rows, late, strict=True)], TRACE_COLUMNS
         )
-    found = analyze([tmp_path]).verdict
+    found = synthetic.judged(tmp_path).verdict
     assert found.cause in ("none", "unknown") or found.confidence < 0.6
 
 
 def test_hosts_that_cannot_be_tied_are_named(tmp_path):
     shifted(tmp_path, 5 * SECOND, tie=False)
-    found = analyze([tmp_path])
+    found = open_database([tmp_path])
     assert found.clocks[1].offset_us is None
     assert any(
         "no message ties the clock of host 'host-b'" in warning for warning in found.warnings

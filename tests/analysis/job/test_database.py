@@ -25,8 +25,8 @@ def folder(tmp_path, clean):
 def test_strange_names_are_only_names(tmp_path, clean):
     strange = tmp_path / "it's [1-9]*; DROP VIEW trace; --" / "traces"
     shutil.copytree(clean[0], strange)
-    assert analyze([strange]).job.ranks == 6
-    assert analyze([strange.parent]).job.ranks == 6  # the run's folder does as well
+    for path in (strange, strange.parent):  # the run's folder does as well
+        assert open_database([path]).query("ranks") == open_database([clean[0]]).query("ranks")
 
 
 def test_damaged_files_are_named_and_the_rest_analysed(folder):
@@ -37,7 +37,7 @@ def test_damaged_files_are_named_and_the_rest_analysed(folder):
     synthetic.table(
         folder / "rank-00004" / "segment-00007.parquet", [{"run": "x"}], {"run": "string"}
     )
-    found = analyze([folder])
+    found = synthetic.judged(folder)
     text = "\n".join(found.warnings)
     assert "rank-00001/segment-00002.parquet is empty or half-written" in text
     assert "rank-00002/segment-00001.parquet is empty or half-written" in text
@@ -59,14 +59,12 @@ def test_rows_that_cannot_be_read_are_named(folder):
 
 def test_missing_ranks_steps_and_job_are_said(folder):
     shutil.rmtree(folder / "rank-00005")
-    assert any("5 of 6 ranks" in warning for warning in analyze([folder]).warnings)
     shutil.rmtree(folder / "steps")
-    assert any(
-        "6 measured steps have no reported loss" in warning
-        for warning in analyze([folder]).warnings
-    )
+    warnings = synthetic.judged(folder).warnings
+    assert any("5 of 6 ranks" in warning for warning in warnings)
+    assert any("6 measured steps have no reported loss" in warning for warning in warnings)
     (folder / "job.json").write_text("{")
-    found = analyze([folder])
+    found = synthetic.judged(folder)
     assert found.job.mfu is None and found.predicted_vs_measured == []
     assert any("MFU, predictions" in warning for warning in found.warnings)
     assert [unit.name for unit in found.units] == ["encoder", "llm"]
@@ -101,7 +99,7 @@ def test_a_folder_of_runs_names_them(tmp_path):
 
 def test_a_single_step_is_taken_and_said(tmp_path):
     synthetic.write(tmp_path, synthetic.Synthetic(steps=1))
-    found = analyze([tmp_path])
+    found = synthetic.judged(tmp_path)
     assert (found.job.steps_measured, found.job.warmup_steps_excluded) == (1, 0)
     assert any("could not be left out" in warning for warning in found.warnings)
 
@@ -123,8 +121,8 @@ def test_a_start_with_more_ranks_than_the_jobs_is_of_another_plan(tmp_path):
             ],
             TRACE_COLUMNS,
         )
-    found = analyze([tmp_path])
-    assert found.job.ranks == 6
+    found = open_database([tmp_path])
+    assert len(found.query("ranks")) == 6
     assert any("'start-000' left out" in warning for warning in found.warnings)
 
 
@@ -197,21 +195,20 @@ def test_another_plan_in_the_folder_is_left_out(folder):
             ],
             TRACE_COLUMNS,
         )
-    found = analyze([folder])
+    found = open_database([folder])
     assert any("'other' left out" in warning for warning in found.warnings)
-    assert (found.job.ranks, found.job.steps) == (6, 8)
+    assert len(found.query("ranks")) == 6 and found.query("iterations")[0]["recorded"] == 8
 
 
 def test_parts_of_a_trace_on_several_hosts_join_but_two_jobs_do_not(tmp_path, folder, clean):
     elsewhere = tmp_path / "elsewhere"
     for rank in (4, 5):
         shutil.move(folder / f"rank-{rank:05d}", elsewhere / f"rank-{rank:05d}")
-    joined = analyze([folder, elsewhere])
-    assert joined.job.ranks == 6
-    assert not any("of 6 ranks" in warning for warning in joined.warnings)
-    both = analyze([clean[0], folder])
+    joined = open_database([folder, elsewhere])
+    assert len(joined.query("ranks")) == 6 and joined.warnings == []
+    both = open_database([clean[0], folder])
     assert any("another job" in warning for warning in both.warnings)
-    assert both.job.steps == 8
+    assert both.query("iterations")[0]["recorded"] == 8
 
 
 def test_text_only_slots_cost_nothing(tmp_path):
@@ -230,7 +227,7 @@ def test_text_only_slots_cost_nothing(tmp_path):
         [row for row in empty if row["rank"] == 5],
         TRACE_COLUMNS,
     )
-    found = analyze([tmp_path])
+    found = synthetic.judged(tmp_path)
     whole = 3 * synthetic.FLOPS["generator"] * 1000 * 6 / 1e12
     assert found.units[2].model_tflop_per_step == pytest.approx(whole * 5 / 6)
 

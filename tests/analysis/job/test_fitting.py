@@ -9,13 +9,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from disttrain_cli.analysis.analyze import analyze
+from disttrain_cli.analysis.job.database import open_database
 from disttrain_cli.analysis.job.fitting import LAST_NS, fitted
 from disttrain_cli.analysis.watching.looking import look_once
 from disttrain_cli.errors import DataError
 from disttrain_cli.spec.trace import TRACE_COLUMNS, arrow_schema
 from tests.analysis import synthetic
-from tests.cases import first_fast
 
 Column = Callable[[pa.ChunkedArray], pa.Array | pa.ChunkedArray]
 
@@ -35,17 +34,17 @@ def traces(tmp_path):
     return tmp_path / "traces"
 
 
-def changed(traces, name: str, change: Column, segments: str = "*.parquet") -> None:
-    """The column of rank 2's segments is another."""
-    for file in (traces / "rank-00002").glob(segments):
+def changed(traces, name: str, change: Column, segments: str = "*.parquet", rank: int = 2) -> None:
+    """The column of a rank's segments is another."""
+    for file in (traces / f"rank-{rank:05d}").glob(segments):
         table = pq.read_table(file)
         place = table.schema.get_field_index(name)
         pq.write_table(table.set_column(place, name, change(table.column(name))), file)
 
 
-@pytest.mark.parametrize(
-    ("name", "change"),
-    first_fast(
+def test_other_types_of_the_same_values_change_nothing(traces):
+    before, watched = synthetic.judged(traces), look_once(traces.parent).analysis
+    for rank, (name, change) in enumerate(
         [
             ("step", cast(pa.int64())),
             ("step", cast(pa.string())),
@@ -53,38 +52,31 @@ def changed(traces, name: str, change: Column, segments: str = "*.parquet") -> N
             ("start_ns", cast(pa.string())),
             ("operation", cast(pa.large_string())),
             ("unit", lambda column: column.dictionary_encode()),
-        ],
-        2,
-    ),
-)
-def test_other_types_of_the_same_values_change_nothing(traces, name, change):
-    before, watched = analyze([traces]), look_once(traces.parent).analysis
-    changed(traces, name, change)
-    again = analyze([traces])
+        ]
+    ):
+        changed(traces, name, change, rank=rank)
+    again = synthetic.judged(traces)
     assert again.verdict == before.verdict and again.warnings == before.warnings
     assert look_once(traces.parent).analysis.verdict == watched.verdict
 
 
 @pytest.mark.parametrize(
-    ("name", "change"),
-    first_fast(
-        [
-            ("start_ns", always(0)),
-            ("start_ns", always(-5)),
-            ("end_ns", always(5)),
-            ("end_ns", always(2**63 - 1)),
-            ("end_ns", always(LAST_NS)),
-            ("host", always(None)),
-            ("operation", always(None)),
-            ("step", always(None)),
-        ],
-        3,
-    ),
+    "changes",
+    [
+        {"start_ns": [always(0), always(-5)], "step": [always(None)]},
+        {"end_ns": [always(5), always(2**63 - 1), always(LAST_NS)], "host": [always(None)]},
+        {"operation": [always(None)]},
+    ],
 )
-def test_rows_that_cannot_be_are_left_out_and_counted(traces, name, change):
-    changed(traces, name, change, "*-00001.parquet")
-    lost = pq.read_metadata(next((traces / "rank-00002").glob("*-00001.parquet"))).num_rows
-    found = analyze([traces])
+def test_rows_that_cannot_be_are_left_out_and_counted(traces, changes):
+    pairs = [(name, change) for name, several in changes.items() for change in several]
+    for rank, (name, change) in enumerate(pairs):
+        changed(traces, name, change, "*-00001.parquet", rank)
+    lost = sum(
+        pq.read_metadata(next((traces / f"rank-{rank:05d}").glob("*-00001.parquet"))).num_rows
+        for rank in range(len(pairs))
+    )
+    found = synthetic.judged(traces)
     assert f"{lost:,} row(s) with missing or impossible coordinates or times" in str(found.warnings)
     assert found.verdict.cause == "none" and 0 < found.job.steps_measured < 6
 
@@ -98,15 +90,14 @@ def test_a_clock_that_is_set_back_within_an_operation_ends_the_analysis(traces):
 
     changed(traces, "end_ns", back)
     changed(traces, "start_ns", back)
-    for found in (analyze([traces]), look_once(traces.parent).analysis):
-        assert found.verdict.cause in ("none", "unknown")
+    assert synthetic.judged(traces).verdict.cause in ("none", "unknown")
 
 
 def test_units_that_the_job_does_not_have_are_left_out(traces):
     changed(traces, "unit", always("vision"), "*-00001.parquet")
-    for found in (analyze([traces]), look_once(traces.parent).analysis):
-        assert "rows of vision, which are not units of job.json, are left out" in found.warnings
-        assert found.verdict.cause == "none"
+    found = synthetic.judged(traces)
+    assert "rows of vision, which are not units of job.json, are left out" in found.warnings
+    assert found.verdict.cause == "none"
 
 
 def test_traces_without_a_row_that_can_be_used(traces):
@@ -116,7 +107,7 @@ def test_traces_without_a_row_that_can_be_used(traces):
                 file.unlink()
     changed(traces, "host", always(None))
     with pytest.raises(DataError, match="No row of the trace is usable"):
-        analyze([traces])
+        open_database([traces])
 
 
 def test_what_is_missing_or_of_another_type_is_named():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from disttrain_cli.analysis.analyze import analyze
 from disttrain_cli.analysis.job.database import open_database
 from disttrain_cli.analysis.job.graph import build_graph
 from disttrain_cli.costs import buckets
@@ -13,7 +12,7 @@ from disttrain_cli.costs.layout import reduce_s
 from disttrain_cli.profiling.layer_factors import correct_layers
 from disttrain_cli.profiling.link_factors import correct_links, correct_optimizer
 from disttrain_cli.spec.runfile.rehearse import FaultSpec
-from tests.analysis import simulated
+from tests.analysis import simulated, synthetic
 from tests.planning import synthetic as planning
 from tests.profiling.test_calibrate import with_weights
 
@@ -60,7 +59,7 @@ def test_the_replay_is_the_recorded_step(tmp_path, job):
 
 def test_reductions_are_as_predicted_where_they_are(tmp_path, job):
     simulated.write(tmp_path, *job, STEPS)
-    found = analyze([tmp_path])
+    found = synthetic.judged(tmp_path)
     reduced = {(row.unit, row.stage): row for row in found.operations if row.operation == "reduce"}
     assert reduced["llm", 0].predicted > 1.0 and ("llm", 1) in reduced
     for row in reduced.values():
@@ -74,7 +73,7 @@ def test_on_shared_cores_nothing_is_expected_to_be_hidden(tmp_path, job):
     simulated.write(tmp_path, profile.model_copy(update={"device": device}), layout, STEPS)
     database = open_database([tmp_path])
     assert database.job is not None
-    found = [row for row in analyze([tmp_path]).operations if row.operation == "reduce"]
+    found = [row for row in synthetic.judged(tmp_path).operations if row.operation == "reduce"]
     stages = {(stage.unit.name, stage.index): stage for stage in database.stages}
     assert found
     for row in found:
@@ -86,7 +85,7 @@ def test_on_shared_cores_nothing_is_expected_to_be_hidden(tmp_path, job):
 
 def test_slow_reductions_are_communication(tmp_path, job):
     simulated.write(tmp_path, *job, STEPS, slow_reduce=20.0)
-    found = analyze([tmp_path])
+    found = synthetic.judged(tmp_path)
     without, slow = (
         np.mean(
             [line.iteration_s for *_, line in simulated.play(*job, STEPS, slow_reduce=more)][1:]
@@ -119,6 +118,6 @@ def test_calibrating_takes_no_rest_for_a_message(tmp_path, job):
 def test_a_slow_rank_is_found(tmp_path, job):
     slow = FaultSpec(slow="rank", unit="llm", stage=1, replica=0, factor=1.4)
     simulated.write(tmp_path, *job, STEPS, faults=[slow])
-    found = analyze([tmp_path])
+    found = synthetic.judged(tmp_path)
     assert found.verdict.cause == "worker"
     assert (found.verdict.place.stage, found.verdict.place.replica) == (1, 0)

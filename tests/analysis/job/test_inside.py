@@ -96,12 +96,12 @@ def write_profile(
     file.write_bytes(gzip.compress(json.dumps(document).encode()))
 
 
-@pytest.mark.parametrize("device", [False, True])
-def test_shares_of_an_operation_by_kind(tmp_path, monkeypatch, device):
+def test_shares_of_an_operation_by_kind(tmp_path, monkeypatch):
+    """On a device, whose passes are in one turn on rank 1 and in three on rank 5."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     truth = synthetic.write(tmp_path / "traces", synthetic.Synthetic())
-    for rank in (1, 5):
-        write_profile(tmp_path / "traces", truth.rows, rank, device)
+    for rank, turns in ((1, 1), (5, 3)):
+        write_profile(tmp_path / "traces", truth.rows, rank, device=True, turns=turns)
     database = open_database([tmp_path])
     rows = {(row.unit, row.stage, row.operation): row for row in inside(database)}
     assert set(rows) == {
@@ -120,20 +120,13 @@ def test_shares_of_an_operation_by_kind(tmp_path, monkeypatch, device):
         and row.top[0].name == "aten::mm"
         and row.top[0].count == 1
     )
+    row = rows["generator", 0, "backward"]  # in three turns
+    assert row.count == 6 and row.profiled_ms == pytest.approx(row.usual_ms, rel=1e-3)
+    assert row.top[0].count == 3 and row.shares["gemm"] == pytest.approx(0.5, abs=0.01)
     assert any(
         "step 3 was also recorded by torch.profiler" in warning for warning in database.warnings
     )
     assert not any("clock" in warning and "rank" in warning for warning in database.warnings)
-
-
-def test_a_pass_in_several_turns_is_one(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    truth = synthetic.write(tmp_path / "traces", synthetic.Synthetic())
-    write_profile(tmp_path / "traces", truth.rows, 1, device=True, turns=3)
-    rows = inside(open_database([tmp_path]))
-    row = next(row for row in rows if (row.unit, row.operation) == ("llm", "backward"))
-    assert row.count == 6 and row.profiled_ms == pytest.approx(row.usual_ms, rel=1e-3)
-    assert row.top[0].count == 3 and row.shares["gemm"] == pytest.approx(0.5, abs=0.01)
 
 
 def test_a_rank_whose_clocks_differ_is_named_and_still_joined(tmp_path, monkeypatch):

@@ -3,9 +3,12 @@ it."""
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
-from disttrain_cli.analysis.analyze import analyze, analyze_database, ask
+from disttrain_cli.analysis.analyze import ask
+from disttrain_cli.analysis.job.analysis import analyze_database
 from disttrain_cli.analysis.job.database import open_database
 from disttrain_cli.analysis.job.operations import compare_operations
 from disttrain_cli.analysis.job.recorded import expected_s, recorded_pipelines
@@ -58,7 +61,7 @@ def test_frozen_recomputed_and_tensor_parallel_stages_are_predicted(
 ):
     layout = simulated.layout_of(large, 16, 4, trained, **units_9b(checkpointing))
     timelines = simulated.write(tmp_path, large, layout)
-    found = analyze([tmp_path])
+    found = synthetic.judged(tmp_path)
     rows = {(row.unit, row.stage, row.operation): row for row in found.operations}
     assert [row.measured for row in found.operations] == pytest.approx(
         [row.predicted for row in found.operations], rel=1e-4, abs=1e-5
@@ -93,18 +96,14 @@ def test_frozen_recomputed_and_tensor_parallel_stages_are_predicted(
     assert layout.gpus_used == 37 and found.job.ranks == 9
     assert found.job.mfu == pytest.approx(flops / (peak * found.job.iteration_s))
     assert not any("ranks" in warning for warning in found.warnings)
-
-
-def test_bubbles_count_devices_not_recorded_ranks(tmp_path, large):
-    layout = simulated.layout_of(large, 16, 4, **units_9b())
-    timelines = simulated.write(tmp_path, large, layout)[1:]
-    busy = sum(
-        float(timeline.busy_s[stage, :replicas].sum()) * devices
-        for timeline in timelines
-        for stage, replicas, devices in ((0, 2, 1), (1, 2, 8), (2, 2, 8), (3, 3, 1))
-    )
-    window = 37 * sum(timeline.iteration_s for timeline in timelines)
-    assert analyze([tmp_path]).job.bubble_fraction == pytest.approx(1 - busy / window, rel=1e-4)
+    if trained is None:  # bubbles count devices, not recorded ranks
+        busy = sum(
+            float(timeline.busy_s[stage, :replicas].sum()) * devices
+            for timeline in timelines[1:]
+            for stage, replicas, devices in ((0, 2, 1), (1, 2, 8), (2, 2, 8), (3, 3, 1))
+        )
+        window = 37 * sum(timeline.iteration_s for timeline in timelines[1:])
+        assert found.job.bubble_fraction == pytest.approx(1 - busy / window, rel=1e-4)
 
 
 def test_what_was_slowed_leads_the_table(tmp_path, small):
@@ -135,7 +134,7 @@ def test_what_was_slowed_leads_the_table(tmp_path, small):
     assert first.share_of_step == pytest.approx(rows["ms"] / rows["n"] / whole.measured)
     summed = {
         (row.unit, row.what): row
-        for row in analyze_database(database).predicted_vs_measured
+        for row in analyze_database(database, lambda *_: []).predicted_vs_measured
         if row.basis == "same work"
     }
     assert summed[None, "iteration_s"].predicted == pytest.approx(whole.predicted / 1e3)
@@ -200,7 +199,9 @@ def test_recorded_steps_are_simulated_as_they_were(tmp_path, small):
     )
     pipeline = recorded_pipelines(database)[1]
     assert pipeline.forward_s.shape == (6, 3, 2)
-    assert not any("share" in warning for warning in analyze_database(database).warnings)
+    assert not any(
+        "share" in warning for warning in analyze_database(database, lambda *_: []).warnings
+    )
     simulated.write(tmp_path, small, layout)
     assert expected_s(open_database([tmp_path]))[1] != pytest.approx(
         timelines[1].iteration_s, rel=1e-3
@@ -219,7 +220,7 @@ def test_a_layout_that_the_profile_does_not_describe_has_no_operations(tmp_path,
     simulated.write(tmp_path, small, layout)
     job = tmp_path / "job.json"
     job.write_text(job.read_text().replace('"layers_per_stage":[6]', '"layers_per_stage":[5]'))
-    found = analyze([tmp_path])
+    found = synthetic.judged(tmp_path)
     assert found.operations == [] and found.job.mfu is None
     assert any(
         "does not describe the layers of unit 'llm'" in warning for warning in found.warnings
@@ -244,18 +245,15 @@ def test_data_that_moved_are_named_and_a_new_plan_advised(tmp_path, small):
     )
     steady = tmp_path / "steady"
     simulated.write(steady, small, layout, steps=8, rehearsed=rehearsed())
-    assert analyze([steady]).drift == [] and analyze([steady]).warnings == []
+    expected = synthetic.judged(steady)
+    assert expected.drift == [] and expected.warnings == []
     assert ask([steady], "SELECT count(*) FROM sizes WHERE len(images) > 0").rows[0][0] > 0
     run = tmp_path / "run" / "traces"
     simulated.write(run, small, layout, steps=8, data={0: more}, rehearsed=rehearsed())
     job = run / "job.json"  # the plan was made for the profile's own data
-    job.write_text(
-        job.read_text().replace(
-            f'"iteration_s":{analyze([run]).operations[0].planned / 1e3}',
-            f'"iteration_s":{analyze([steady]).operations[0].planned / 1e3}',
-        )
-    )
-    found = analyze([run])
+    planned = json.loads((steady / "job.json").read_text())["predicted"]
+    job.write_text(json.dumps(json.loads(job.read_text()) | {"predicted": planned}))
+    found = synthetic.judged(run)
     assert [one.what for one in found.drift] == ["images read per sequence"]
     assert (
         found.drift[0].change_pct == pytest.approx(300, abs=10) and found.drift[0].from_step is None
@@ -264,7 +262,7 @@ def test_data_that_moved_are_named_and_a_new_plan_advised(tmp_path, small):
     assert f"profile --calibrate {run.parent} && disttrain plan" in found.warnings[-1]
     late = tmp_path / "late"
     simulated.write(late, small, layout, steps=10, data={5: more}, rehearsed=rehearsed())
-    assert analyze([late]).drift[0].from_step == 5
+    assert synthetic.judged(late).drift[0].from_step == 5
 
 
 def test_a_stale_plan_outweighs_a_small_loss(tmp_path, small):
@@ -287,7 +285,7 @@ def test_a_stale_plan_outweighs_a_small_loss(tmp_path, small):
         }
     )
     simulated.write(tmp_path / "planned", small, layout, rehearsed=rehearsed())
-    planned = analyze([tmp_path / "planned"])
+    planned = synthetic.judged(tmp_path / "planned")
     simulated.write(tmp_path, small, layout, data={0: double}, rehearsed=rehearsed())
     database = open_database([tmp_path])
     assert database.job is not None
@@ -298,7 +296,7 @@ def test_a_stale_plan_outweighs_a_small_loss(tmp_path, small):
             )
         }
     )
-    found = analyze_database(database)
+    found = analyze_database(database, lambda *_: [])
     assert {one.what for one in found.drift} == {
         "tokens per sequence",
         "images read per sequence",
@@ -330,14 +328,14 @@ def test_a_rehearsal_says_so_with_its_faults(tmp_path, small):
         ],
     )
     simulated.write(tmp_path, small, layout, rehearsed=how)
-    assert analyze([tmp_path]).job.rehearsed == (
+    assert synthetic.judged(tmp_path).job.rehearsed == (
         "Rehearsal: 24 processes emulated 3 GPUs; times are those of the cluster. Injected: slow"
         " rank (llm stage 0 replica 0, × 1.5); slow worker (image_encoder, × 3); noise of 2 %; data"
         " of obelics."
     )
     job = tmp_path / "job.json"
     job.write_text(job.read_text().replace(how.model_dump_json(), "null"))
-    assert analyze([tmp_path]).job.rehearsed is None
+    assert synthetic.judged(tmp_path).job.rehearsed is None
 
 
 def test_replicas_in_lockstep_are_not_held_up_by_a_host(tmp_path):
@@ -345,7 +343,7 @@ def test_replicas_in_lockstep_are_not_held_up_by_a_host(tmp_path):
     own."""
     spec = synthetic.Synthetic(gap_ms=15.0)
     synthetic.write(tmp_path, spec)
-    assert analyze([tmp_path]).verdict.cause == "host"
+    assert synthetic.judged(tmp_path).verdict.cause == "host"
     job = synthetic.make_job(spec).model_copy(update={"rehearsed": rehearsed()})
     (tmp_path / "job.json").write_text(job.model_dump_json())
-    assert abs(analyze([tmp_path]).stragglers.lost_s["host"]) < 1e-3
+    assert abs(synthetic.judged(tmp_path).stragglers.lost_s["host"]) < 1e-3

@@ -5,12 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from disttrain_cli.analysis.analyze import analyze
 from disttrain_cli.analysis.job.database import open_database
 from disttrain_cli.analysis.job.graph import build_graph
 from disttrain_cli.spec.runfile.rehearse import FaultSpec
 from disttrain_cli.spec.trace import WEIGHTS
-from tests.analysis import simulated
+from tests.analysis import simulated, synthetic
 from tests.planning import synthetic as planning
 from tests.profiling.test_calibrate import with_weights
 
@@ -46,7 +45,7 @@ def test_the_replay_is_the_recorded_step(tmp_path, job):
 def test_a_slow_rank_is_found(tmp_path, job):
     slow = FaultSpec(slow="rank", unit="llm", stage=1, replica=0, factor=1.4)
     simulated.write(tmp_path, *job, STEPS, faults=[slow])
-    found = analyze([tmp_path])
+    found = synthetic.judged(tmp_path)
     without, with_fault = (
         np.mean([line.iteration_s for *_, line in simulated.play(*job, STEPS, faults=faults)][1:])
         for faults in ((), (slow,))

@@ -11,6 +11,7 @@ from disttrain_cli.analysis.analyze import analyze, ask
 from disttrain_cli.analysis.views import documented_views
 from disttrain_cli.errors import DataError, UsageError
 from tests.analysis.kineto import traces
+from tests.cases import first_fast
 
 
 def same(found):
@@ -21,14 +22,13 @@ def same(found):
 def test_every_form_gives_the_same_figures(tmp_path):
     arrivals = [[400, 400, 400], [400, 550, 450]]
     plain = same(analyze(traces.job(tmp_path / "plain", arrivals)))
-    for form in ("gz", "bare", "pairs", "texts", "broken strings"):
+    for form in ("bare gz", "texts", "broken pairs"):
         for path in traces.job(tmp_path / form, arrivals):
             document = json.loads(path.read_text())
-            if form == "gz":
-                text = path.read_bytes()  # two members, whatever the name says
+            if form == "bare gz":
+                text = json.dumps(document["traceEvents"]).encode()
+                # two members, whatever the name says
                 path.write_bytes(gzip.compress(text[:700]) + gzip.compress(text[700:]))
-            elif form == "bare":
-                path.write_text(json.dumps(document["traceEvents"]))
             elif form == "texts":
                 for event in document["traceEvents"]:
                     event["pid"] = str(event["pid"])
@@ -36,20 +36,6 @@ def test_every_form_gives_the_same_figures(tmp_path):
                         name: str(value) for name, value in event.get("args", {}).items()
                     } or None
                 path.write_text(json.dumps(document))
-            elif form == "broken strings":
-                document["traceEvents"].insert(
-                    0,
-                    {
-                        "ph": "X",
-                        "cat": "cpu_op",
-                        "name": "BAD",
-                        "ts": traces.BASE_US,
-                        "pid": 100,
-                        "tid": 100,
-                        "dur": 1,
-                    },
-                )
-                path.write_bytes(json.dumps(document).encode().replace(b"BAD", b"\xff\\q\x01"))
             else:
                 document["traceEvents"] = [
                     part
@@ -64,11 +50,23 @@ def test_every_form_gives_the_same_figures(tmp_path):
                         },
                     )
                 ]
-                path.write_text(json.dumps(document))
+                document["traceEvents"].insert(
+                    0,
+                    {
+                        "ph": "X",
+                        "cat": "cpu_op",
+                        "name": "BAD",
+                        "ts": traces.BASE_US,
+                        "pid": 100,
+                        "tid": 100,
+                        "dur": 1,
+                    },
+                )
+                path.write_bytes(json.dumps(document).encode().replace(b"BAD", b"\xff\\q\x01"))
         assert same(analyze([tmp_path / form])) == plain, form
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("packed", first_fast([True, False]))
 def test_a_truncated_file_is_analysed_as_far_as_it_goes(tmp_path, packed):
     arrivals = [400 + step % 7 for step in range(40)]
     path = traces.write(tmp_path / "rank0.json", traces.document(traces.events(arrivals)))

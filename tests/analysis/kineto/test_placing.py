@@ -119,7 +119,7 @@ def test_no_nanosecond_is_lost_on_the_way_to_one_clock(tmp_path):
     assert rows == [(0, 1_700_000_000_000_000_123, 250), (1, 1_700_000_000_000_000_620, 250)]
 
 
-@pytest.mark.parametrize("base_ns", [1_790_000_000_000_000_000, None])
+@pytest.mark.parametrize("base_ns", first_fast([1_790_000_000_000_000_000, None]))
 def test_times_count_from_1970_where_files_tell_from_when_theirs_do(tmp_path, base_ns):
     """Also where all tell the same moment, as ranks of one host do."""
     for path in traces.job(tmp_path, ARRIVALS):
@@ -165,9 +165,8 @@ def test_files_whose_times_count_from_nobody_knows_when_are_not_left_out(tmp_pat
 @pytest.mark.parametrize(
     "form",
     [
-        "places",
         "arguments",
-        *(pytest.param(form, marks=pytest.mark.slow) for form in ("ids", "names")),
+        *(pytest.param(form, marks=pytest.mark.slow) for form in ("places", "ids", "names")),
     ],
 )
 def test_a_merged_file_gives_what_the_files_of_its_ranks_give(tmp_path, apart, form):
@@ -437,7 +436,9 @@ def test_devices_of_one_process_are_ranks(tmp_path, apart, same_process):
     assert [row.rank for row in analyze([path]).ranks] == [1]
 
 
-@pytest.mark.parametrize(("numbered_alike", "delay_us"), [(False, 400), (True, 0), (True, 400)])
+@pytest.mark.parametrize(
+    ("numbered_alike", "delay_us"), first_fast([(True, 400), (True, 0), (False, 400)])
+)
 def test_processes_that_launch_on_devices_of_their_own_are_ranks(
     tmp_path, apart, numbered_alike, delay_us
 ):

@@ -102,7 +102,7 @@ def test_what_the_host_does_before_the_first_kernel_is_the_cause(tmp_path, of, c
     assert "CUDA graphs" not in found.verdict.advice
 
 
-@pytest.mark.parametrize("steps", [2, 3, 6])
+@pytest.mark.parametrize("steps", first_fast([3, 2, 6]))
 def test_a_host_that_runs_ahead_leaves_no_gap(tmp_path, steps):
     """What it does before the first kernel passes while the device runs the step before."""
     found = job(tmp_path, recorded(steps, 10_000, SAVE, ahead=True))
@@ -112,7 +112,7 @@ def test_a_host_that_runs_ahead_leaves_no_gap(tmp_path, steps):
     assert found.job.iteration_s == pytest.approx(0.04, rel=0.01)
 
 
-@pytest.mark.parametrize("steps", [2, 5])
+@pytest.mark.parametrize("steps", first_fast([2, 5]))
 def test_communication_beside_the_next_step_is_hidden_in_the_last_one_too(tmp_path, steps):
     found = []
     for step in range(steps):
@@ -176,7 +176,7 @@ def test_a_last_step_that_was_cut_off_is_left_out(tmp_path):
     )
 
 
-@pytest.mark.parametrize("steps", [3, 4, 7])
+@pytest.mark.parametrize("steps", first_fast([3, 7]))
 def test_data_that_are_loaded_between_the_marks_are_of_the_step(tmp_path, steps):
     """As `for batch in loader: with record_function("train_step"): …` marks them."""
     found = recorded(steps, tail=[30_000] * steps, tail_of=LOADER)

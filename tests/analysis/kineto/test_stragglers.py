@@ -166,8 +166,7 @@ def test_what_mending_stragglers_gains_is_what_a_simulation_without_them_does(
             # attention is bound by memory, so low clocks leave it as it is
             ({"GroupProblemShape": 1.5, "nvjet_tst": 1.5}, "a slower device"),
             ({"flash_fwd_kernel": 1.5}, "a slower device"),
-        ],
-        2,
+        ]
     ),
 )
 def test_expert_load_is_told_from_a_slow_device(tmp_path, longer, said):
@@ -359,7 +358,8 @@ def test_a_straggler_among_cpus_is_named_though_nothing_is_a_device(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("lane", "move"), [("Stream #14(Compute)", traces.ALL_REDUCE), ("XLA Ops", "all-reduce.3")]
+    ("lane", "move"),
+    first_fast([("Stream #14(Compute)", traces.ALL_REDUCE), ("XLA Ops", "all-reduce.3")]),
 )
 def test_streams_of_devices_without_categories_are_understood(tmp_path, lane, move):
     """As compilers write them: annotations of steps are a row of the device too, the host's marks

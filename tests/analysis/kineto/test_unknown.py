@@ -123,8 +123,7 @@ def operators_only():
             (accelerator("## step {} ##"), 1, "hcom_allReduce__#_#"),
             (compiled(), 1, "fusion.#"),
             (operators_only(), 1, "aten::addmm"),
-        ],
-        3,
+        ]
     ),
     ids=[
         "processes",
@@ -280,8 +279,7 @@ def test_communication_alone_is_not_judged(tmp_path):
                 ],
                 "for no recorded reason",
             ),
-        ],
-        2,
+        ]
     ),
 )
 def test_strange_names_and_lengths_have_an_answer(tmp_path, events, said):

@@ -28,7 +28,7 @@ def jittered(late=(), seed=0, base=620, by=3):
     ]
 
 
-@pytest.mark.parametrize("rank", first_fast(range(RANKS), 2))
+@pytest.mark.parametrize("rank", first_fast(range(RANKS)))
 def test_a_rank_that_is_late_is_the_straggler(tmp_path, rank):
     found = job(tmp_path, jittered([(rank, 150)]), compute=[600] * RANKS)
     verdict = found.verdict
@@ -42,7 +42,7 @@ def test_a_rank_that_is_late_is_the_straggler(tmp_path, rank):
     assert "its host delays it" in verdict.advice
 
 
-@pytest.mark.parametrize(("compute", "larger"), [(100, True), (600, False)])
+@pytest.mark.parametrize(("compute", "larger"), first_fast([(100, True), (600, False)]))
 def test_a_loss_larger_than_the_stragglers_is_in_the_headline(tmp_path, compute, larger):
     found = job(tmp_path, jittered([(2, 150)], base=960), compute=[compute + 340] * RANKS)
     lost_s, verdict = found.stragglers.lost_s, found.verdict
@@ -185,7 +185,8 @@ def test_copies_inside_devices_are_not_between_host_and_device(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("times", "said"), [(6, "So is rank 3: the last to join 5 of 11, "), (8, "Rank 3 costs ")]
+    ("times", "said"),
+    first_fast([(6, "So is rank 3: the last to join 5 of 11, "), (8, "Rank 3 costs ")]),
 )
 def test_every_rank_that_costs_enough_is_named(tmp_path, times, said):
     """Rank 0 is late in some steps, rank 3 in the others and as much in each."""

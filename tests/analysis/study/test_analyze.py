@@ -18,6 +18,7 @@ from disttrain_cli.analysis.study.reader import read_study
 from disttrain_cli.analysis.study.replays import replay
 from disttrain_cli.errors import DataError, UsageError
 from tests.analysis.study import megatron
+from tests.cases import first_fast
 
 PUBLISHED = Path(__file__).parents[4] / "shared/data/traces/straggler-ST"
 
@@ -113,7 +114,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("cause", FAULTS)
+@pytest.mark.parametrize("cause", first_fast(FAULTS, 3))
 def test_what_was_put_in_is_named(tmp_path, cause):
     job, place = FAULTS[cause]
     found = analyze_study([megatron.write(tmp_path / "t.parquet", megatron.rows(job))])

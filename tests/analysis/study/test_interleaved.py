@@ -11,6 +11,7 @@ from disttrain_cli.analysis.study.operations import BACKWARD, FORWARD
 from disttrain_cli.analysis.study.reader import read_study
 from disttrain_cli.analysis.study.replays import ideal_of
 from tests.analysis.study import megatron
+from tests.cases import first_fast
 
 SHAPES = {
     "3 stages, 2 parts": {},
@@ -69,7 +70,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("cause", FAULTS)
+@pytest.mark.parametrize("cause", first_fast(FAULTS, 2))
 def test_what_was_put_in_is_named(tmp_path, cause):
     known, place = FAULTS[cause]
     job = megatron.Job(**{"chunks": 2, "slots": 6} | known)

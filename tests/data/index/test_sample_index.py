@@ -21,6 +21,7 @@ from disttrain_cli.data.tokenizer import ByteTokenizer
 from disttrain_cli.errors import DataError, MismatchError, SpecError
 from disttrain_cli.spec.index import COLUMNS, IMAGE, TARGET, TEXT
 from disttrain_cli.spec.runfile import Run
+from tests.cases import first_fast
 from tests.data.dataset import (
     INPUTS,
     encoded,
@@ -448,7 +449,7 @@ except DisttrainError as error:
 """
 
 
-@pytest.mark.parametrize("most_bytes", [100, 8000])
+@pytest.mark.parametrize("most_bytes", first_fast([100, 8000]))
 def test_a_full_disk_leaves_the_old_index(own_run: MakeRun, most_bytes: int) -> None:
     """A real process whose files may not grow: while rows are written, or at their end."""
     run = own_run({"a.tar": shard_of("one")})

@@ -24,6 +24,7 @@ from disttrain_cli.data.packing import pack
 from disttrain_cli.data.sources import Shard, Skipped
 from disttrain_cli.data.sources.samples import samples_lost
 from disttrain_cli.data.statistics import describe_data
+from tests.cases import first_fast, mostly_slow
 from tests.data.dataset import INPUTS, interleaved, make_run, text, write_tar
 
 EACH = 40  # samples of a shard
@@ -73,6 +74,10 @@ WRITERS: dict[str, tuple[Callable[[Path, Sequence[str]], None], str]] = {
     "json": (json_list, "part_{}.json"),
     "lines": (lines, "part{}.jsonl"),
 }
+
+
+#: Forms of shards in every run: by file, by footer, by lines.
+FAST = ("tar", "parquet", "lines")
 
 
 def name_of(form: str, shard: int) -> str:
@@ -196,7 +201,7 @@ def test_damaged_rows_of_arrow_are_left_out(tmp_path: Path, form: str) -> None:
     assert [(one.key, one.samples) for one in index.skipped] == [("row 14", 1), ("row 15", 1)]
 
 
-@pytest.mark.parametrize("form", WRITERS)
+@pytest.mark.parametrize("form", mostly_slow(WRITERS, *FAST))
 def test_a_pipe_is_never_read(tmp_path: Path, form: str) -> None:
     path = write(tmp_path, form)
     path.unlink()
@@ -236,7 +241,7 @@ HOLDERS = [
 @pytest.mark.parametrize(
     ("form", "content"),
     [
-        *((form, POINTER) for form in WRITERS),
+        *((form, POINTER) for form in FAST),
         *((form, PAGE) for form in ("json", "lines")),
         *(("lines", content) for content in HOLDERS),
         ("json", HOLDERS[0]),
@@ -277,7 +282,7 @@ def test_holes_of_zeros_in_lines_count_by_bytes(
 
 
 @pytest.mark.parametrize("damage", [cut, zeroed])
-@pytest.mark.parametrize("form", WRITERS)
+@pytest.mark.parametrize("form", mostly_slow(WRITERS, *FAST))
 def test_a_single_shard_of_which_nothing_tells_how_much_is_lost_is_refused(
     tmp_path: Path, form: str, damage: Callable[[Path], None]
 ) -> None:
@@ -307,7 +312,7 @@ def test_a_damaged_header_in_the_middle_of_a_tar_counts_by_bytes(tmp_path: Path)
     assert len(index) == 10 and EACH <= 10 + samples_lost(index.skipped) <= EACH + PADDING
 
 
-@pytest.mark.parametrize("shards", [1, 4])
+@pytest.mark.parametrize("shards", first_fast([1, 4]))
 def test_bytes_of_a_long_extended_header_are_no_samples(tmp_path: Path, shards: int) -> None:
     path = write(tmp_path, "tar", shards=shards)
     with tarfile.open(path) as opened:
@@ -362,19 +367,22 @@ def test_documents_in_pieces_are_one_sample_each(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("left", "missing", "lost"),
-    [
-        (["{}-of-00004.parquet", (0, 1, 3)], "00002-of-00004", 1),
-        (["{}-of-00004.parquet", (3,)], "00000-of-00004.parquet, and so are 00001-of-00004", 3),
-        (["{}-of-00004.parquet", (1, 2, 4)], "00003-of-00004", 1),
-        (["{}-of-00100.parquet", (0, 1)], "00004-of-00100.parquet and 95 more", 98),
-        (["s{}.parquet", (0, 1, 3, 4)], "s00002.parquet", 1),
-        (["s{}.parquet", (0, 2)], "s00001.parquet", 1),
-        (["s{}.parquet", (1, 2, 4)], "", 0),  # a gap that is named, and not counted
-        (["s{}.parquet", (5, 6, 8)], "", 0),
-        (["s{}.parquet", (0, 2, 4)], "", 0),  # every other one
-        (["s{}.parquet", (0, 9)], "", 0),
-        (["2{}.parquet", (14, 17)], "", 0),
-    ],
+    first_fast(
+        [
+            (["{}-of-00004.parquet", (0, 1, 3)], "00002-of-00004", 1),
+            (["{}-of-00004.parquet", (3,)], "00000-of-00004.parquet, and so are 00001-of-00004", 3),
+            (["{}-of-00004.parquet", (1, 2, 4)], "00003-of-00004", 1),
+            (["{}-of-00100.parquet", (0, 1)], "00004-of-00100.parquet and 95 more", 98),
+            (["s{}.parquet", (0, 1, 3, 4)], "s00002.parquet", 1),
+            (["s{}.parquet", (0, 2)], "s00001.parquet", 1),
+            (["s{}.parquet", (1, 2, 4)], "", 0),  # a gap that is named, and not counted
+            (["s{}.parquet", (5, 6, 8)], "", 0),
+            (["s{}.parquet", (0, 2, 4)], "", 0),  # every other one
+            (["s{}.parquet", (0, 9)], "", 0),
+            (["2{}.parquet", (14, 17)], "", 0),
+        ],
+        4,
+    ),
 )
 def test_shards_that_are_not_there(
     tmp_path: Path, left: tuple[str, Sequence[int]], missing: str, lost: int
@@ -421,7 +429,9 @@ def test_a_tar_that_is_said_to_be_empty_loses_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["a.json", "a.jsonl"])
-@pytest.mark.parametrize("odd", ["null", "7", '"a text"', "[]", "true", "-1.5e3", "[[]]"])
+@pytest.mark.parametrize(
+    "odd", first_fast(["null", "7", '"a text"', "[]", "true", "-1.5e3", "[[]]"], 4)
+)
 def test_an_odd_element_of_a_list_is_skipped_alone(tmp_path: Path, name: str, odd: str) -> None:
     said = [json.dumps(one) for one in records(texts(0))]
     said.insert(15, odd)

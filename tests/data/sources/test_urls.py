@@ -134,7 +134,7 @@ def server(tmp_path: Path) -> Iterator[tuple[str, type[Handler]]]:
     counted = type("Counted", (Handler,), {"sent": []})
     handler = partial(counted, directory=str(tmp_path / "www"))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as running:
-        thread = threading.Thread(target=running.serve_forever)
+        thread = threading.Thread(target=running.serve_forever, args=[0.01])
         thread.start()
         yield f"http://127.0.0.1:{running.server_port}", counted
         running.shutdown()

@@ -84,7 +84,7 @@ def _made(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("kind", ["checkpoint", "export"])
+@pytest.mark.parametrize("kind", first_fast(["checkpoint", "export"]))
 def test_every_weight_is_the_origins_bit_for_bit(
     tmp_path: Path, before: SimpleNamespace, kind: str
 ) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from disttrain_cli.errors import DisttrainError
 from disttrain_cli.runtime.dryrun import shim
+from tests.cases import first_fast
 
 
 @pytest.fixture
@@ -53,16 +54,18 @@ def test_a_damaged_library_is_refused(cache: Path) -> None:
 
 @pytest.mark.parametrize(
     ("limit", "given", "program", "why"),
-    [
-        (
-            "_WALL_S",
-            0.2,
-            "exec sleep 60",
-            r"given 0\.2 s; load of this machine: [\d.]+ on \d+ cores",
-        ),
-        ("_CPU_S", 1, "while :; do :; done", "given 1 s of CPU time"),
-        ("_CPU_S", 1, f"echo c++: {shim.SPENT} signal >&2; exit 4", "given 1 s of CPU time"),
-    ],
+    first_fast(
+        [
+            (
+                "_WALL_S",
+                0.2,
+                "exec sleep 60",
+                r"given 0\.2 s; load of this machine: [\d.]+ on \d+ cores",
+            ),
+            ("_CPU_S", 1, "while :; do :; done", "given 1 s of CPU time"),
+            ("_CPU_S", 1, f"echo c++: {shim.SPENT} signal >&2; exit 4", "given 1 s of CPU time"),
+        ]
+    ),
 )
 def test_a_compiler_that_does_not_end(
     cache: Path,

@@ -104,7 +104,7 @@ def test_a_step_that_is_not_finite_names_module_losses_and_norm() -> None:
     )
     assert (
         error.what
-        == "Step 12 is not finite: llm made the first such number, in the backward of slot 3"
+        == "Step 12 is not finite: llm computed the first such number, in the backward of slot 3"
     )
     assert error.why == "text loss nan, image loss 0.5, gradient norm inf; nothing was saved"
     again = not_finite(12, {}, 1.0, ("llm", "gradients", 0), 10)

@@ -11,7 +11,7 @@ from typing import Any
 
 from disttrain_cli.errors import DisttrainError
 from disttrain_cli.runtime.launching import ending
-from disttrain_cli.runtime.launching.ending import follow, told_at_once
+from disttrain_cli.runtime.launching.ending import follow, reported_at_once
 from disttrain_cli.runtime.watching.pulse import Pulse
 from disttrain_cli.spec.rundir import pulses
 
@@ -21,7 +21,7 @@ def stuck(payload: dict[str, Any]) -> None:
     only."""
     ending.CLOSING_S, ending.STUCK_S = 0.5, 1
     rank = int(os.environ["RANK"])
-    with ExitStack() as stack, told_at_once():
+    with ExitStack() as stack, reported_at_once():
         stack.enter_context(Pulse(pulses(Path(payload["logs"])), rank, 1.0, follow).beating())
         stack.callback(wait_for_ever, payload["lock"] == "held")
         if rank == 0:

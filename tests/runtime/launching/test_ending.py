@@ -35,6 +35,7 @@ from disttrain_cli.runtime.launching.process import abort_groups, joined
 from disttrain_cli.runtime.launching.rank import JobFile, read_job_file
 from disttrain_cli.runtime.watching.verdict import Verdict, publish_verdict, read_verdict
 from disttrain_cli.spec.rundir import rank_log
+from tests.cases import first_fast
 from tests.runtime.factory import make_job, plan_of, unit
 from tests.runtime.launching.fault_worker import TEXT
 
@@ -85,18 +86,18 @@ def test_an_abort_that_hangs_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_of_several_verdicts_the_first_stays_and_half_of_one_is_none(tmp_path: Path) -> None:
     assert read_verdict(tmp_path) is None  # a file is there now, and empty
-    publish_verdict(tmp_path, Verdict(text="rank 3: its text\n", told_on="a"))
-    publish_verdict(tmp_path, Verdict(text="rank 4: Connection closed by peer\n", told_on="b"))
-    assert read_verdict(tmp_path) == Verdict(text="rank 3: its text\n", told_on="a")
+    publish_verdict(tmp_path, Verdict(text="rank 3: its text\n", shown_on="a"))
+    publish_verdict(tmp_path, Verdict(text="rank 4: Connection closed by peer\n", shown_on="b"))
+    assert read_verdict(tmp_path) == Verdict(text="rank 3: its text\n", shown_on="a")
     (tmp_path / "verdict").write_text('{"text": "ra')
     assert read_verdict(tmp_path) is None
     # jobs without states have no such folder
-    publish_verdict(tmp_path / "none", Verdict(text="", told_on=None))
+    publish_verdict(tmp_path / "none", Verdict(text="", shown_on=None))
     assert read_verdict(tmp_path / "none") is None and not (tmp_path / "none").exists()
 
 
 @pytest.mark.parametrize(
-    ("told_on", "environment", "told"),
+    ("shown_on", "environment", "told"),
     [
         (socket.gethostname(), {"RANK": "0"}, False),  # stands in the job log
         ("elsewhere", {"RANK": "0"}, False),
@@ -111,10 +112,10 @@ def test_of_several_verdicts_the_first_stays_and_half_of_one_is_none(tmp_path: P
         ),
     ],
 )
-def test_a_verdict_is_told_once_per_terminal(
+def test_a_verdict_is_shown_once_per_terminal(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    told_on: str | None,
+    shown_on: str | None,
     environment: dict[str, str],
     told: bool,
 ) -> None:
@@ -130,7 +131,7 @@ def test_a_verdict_is_told_once_per_terminal(
     monkeypatch.setattr(os, "write", lambda descriptor, text: written.append(text))
     with pytest.raises(SystemExit, match="4"):
         Ending(1, tmp_path / "log", tmp_path, lambda error: None).follow(
-            Verdict(text="why\n", told_on=told_on)
+            Verdict(text="why\n", shown_on=shown_on)
         )
     assert written == [b"why\n"] * told
 
@@ -172,7 +173,7 @@ def test_names_that_are_no_unicode_are_told(
 
 
 # ---- ranks -------------------------------------------------------------------------------------
-@pytest.mark.parametrize("lock", ["free", "held"])
+@pytest.mark.parametrize("lock", first_fast(["free", "held"]))
 def test_the_text_is_told_though_closing_waits_for_ever(tmp_path: Path, lock: str) -> None:
     with pytest.raises(RankFailedError) as caught:
         launch(2, f"{ENDING}:stuck", {"logs": str(tmp_path), "lock": lock}, tmp_path)

@@ -151,7 +151,7 @@ def test_what_arrives_wrongly_is_named(grid: Any, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(dist, "P2POp", lambda *given: given)
     with pytest.raises(DisttrainError) as caught:
         check_groups(grid, PLACE, CPU, 5.0)
-    assert caught.value.what == 'The group "world" of rank 1 works wrongly over gloo'
+    assert caught.value.what == 'The group "world" of rank 1 gives wrong results over gloo'
     assert "should give [7.0]; they gave [1.0]" in caught.value.why
 
 

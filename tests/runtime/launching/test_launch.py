@@ -18,6 +18,7 @@ from disttrain_cli.runtime.launching.rank import ALLOCATOR, settle
 from disttrain_cli.runtime.launching.supervise import Planned, StopRequest, Supervisor
 from disttrain_cli.spec.progress import silent
 from disttrain_cli.spec.rundir import RunDir
+from tests.cases import first_fast
 from tests.commands.conftest import make_profile
 from tests.runtime.factory import plan_of, unit, write_run
 
@@ -118,7 +119,7 @@ def test_time_running_out_names_a_waiting_rank(tmp_path: Path) -> None:
         )
 
 
-@pytest.mark.parametrize("stopped", [False, True])
+@pytest.mark.parametrize("stopped", first_fast([False, True]))
 def test_a_rank_ends_when_its_launcher_is_killed(tmp_path: Path, stopped: bool) -> None:
     pid = tmp_path / "pid"
 

@@ -39,7 +39,7 @@ def check(run: Run, kind: str, **more: Any) -> list[str]:
         ("slurm", ["cluster.slurm.setup=data"], "is a folder"),
         ("slurm", ["data.tokenizer=./words"], "data.tokenizer: there is nothing at"),
         ("jobset", ["data.sources=[{path: /none}]"], "data.sources[0].path: there is nothing"),
-        ("slurm", ["train.on_straggler=replan", "train.restarts=1"], "not planned anew"),
+        ("slurm", ["train.on_straggler=replan", "train.restarts=1"], "are not replanned"),
         (
             "slurm",
             ["preprocess.addresses=[grpc+tls://a:8815]", "preprocess.token_file=none"],

@@ -14,10 +14,11 @@ from disttrain_cli.data.sequences import SequencePlan
 from disttrain_cli.runtime.outputs.conversations import held_out_questions
 from disttrain_cli.runtime.outputs.prompts import Prompt, batch_of
 from disttrain_cli.runtime.outputs.trained import Trained
+from tests.cases import first_fast
 from tests.data.test_conversations import ANSWERS, PICTURES, WIDE, made
 
 
-@pytest.mark.parametrize("template", [True, False])
+@pytest.mark.parametrize("template", first_fast([True, False]))
 def test_a_question_is_what_was_trained_on_up_to_the_answer(tmp_path: Path, template: bool) -> None:
     run, index, tokens = made(tmp_path, "parquet", template)
     three = WIDE.model_copy(update={"positions": "mrope"})

@@ -32,6 +32,7 @@ from disttrain_cli.runtime.checkpoints.storage import DTYPES, _box_name, write_t
 from disttrain_cli.runtime.outputs.export import export
 from disttrain_cli.runtime.outputs.trained import load_trained
 from disttrain_cli.spec.runfile import read_run
+from tests.cases import first_fast
 from tests.models.conftest import AUDIO, MODULES
 from tests.models.test_vae import GENERATOR
 from tests.models.test_weights import LUMINA2, PIXART, SD3
@@ -411,7 +412,9 @@ def test_what_cannot_be_exported_leaves_nothing(tmp_path):
     ]
 
 
-@pytest.mark.parametrize("failing", ["disttrain_cli.runtime.outputs.export.write_own", SAVE_FILE])
+@pytest.mark.parametrize(
+    "failing", first_fast(["disttrain_cli.runtime.outputs.export.write_own", SAVE_FILE])
+)
 def test_a_failure_in_the_middle_leaves_nothing(tmp_path, monkeypatch, failing):
     run = written_run(tmp_path)
     trained(run)

@@ -40,7 +40,7 @@ def read_buckets(
         raise SpecError(
             f"model.modules.{name}.buckets: {architecture} learns images of one size",
             f"generators with sizes of their own: {known}",
-            "Take buckets away: images are squares of image_size then.",
+            "Remove the buckets: images are then squares of image_size.",
         )
     side_px, grids = factor * patch, list[tuple[int, int]]()
     for width, height in spec.buckets:

@@ -362,7 +362,7 @@ class Opened:
             raise SpecError(
                 f"The checkpoint {self._folder} lacks the layers {', '.join(sorted(lacking))}",
                 next_step=(
-                    f"Go on from a checkpoint of this model, or start anew:"
+                    f"Go on from a checkpoint of this model, or start at step 0:"
                     f" {call('train', restart=True)}"
                 ),
             )

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 EXPORT, JOINTS = "model.json", "projectors.safetensors"
 SHOWN = 8  # tensors named of many
-ANEW = "give the module another name, so that it starts anew"
+ANEW = "give the module another name, so that it starts from random weights"
 
 
 def find(given: Path) -> Path:
@@ -57,7 +57,7 @@ def find(given: Path) -> Path:
     if path is None:
         raise SpecError(
             f"There are no weights to start from in {given}",
-            f"sought: a checkpoint in {root / 'checkpoints'}; {DESCRIPTION}, or {EXPORT} of an"
+            f"looked for: a checkpoint in {root / 'checkpoints'}; {DESCRIPTION}, or {EXPORT} of an"
             " export",
             f"A whole model: set model.folder: {given} in the run file."
             if published_in(given) is not None
@@ -339,7 +339,7 @@ def _check_stored(folder: Path, layers: list[PipelineLayer]) -> None:
         raise SpecError(
             f"{folder} has adapters of layers that have none here",
             ", ".join(unknown[:SHOWN]),
-            "Give lora.target_modules as they were there.",
+            "Set lora.target_modules to those of that run.",
         )
 
 
@@ -364,7 +364,7 @@ def _compare(
         raise SpecError(
             f"{len(lines)} tensors of the model are not in {folder}, or have another shape",
             "\n".join(lines[:SHOWN] + more),
-            f"Make config as it was there, or {ANEW}.",
+            f"Set config to that of the origin, or {ANEW}.",
         )
 
 

@@ -27,5 +27,5 @@ def check_begins(profile: Profile) -> None:
             f"The profile goes on from a checkpoint of step {profile.data.goes_on_from}",
             "that run mixed its sources otherwise than the run file does",
             f"Go on from it: {call('train', resume=True)}. Or move the checkpoints away, and start"
-            f" anew: {call('profile')} && {call('plan')} && {call('train')}",
+            f" at step 0: {call('profile')} && {call('plan')} && {call('train')}",
         )

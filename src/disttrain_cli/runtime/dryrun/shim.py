@@ -173,4 +173,4 @@ def _run(words: list[str]) -> subprocess.CompletedProcess[str]:
         load = f"{os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
         what = f"{words[0]} did not end"
         why = f"it was given {_WALL_S} s; load of this machine: {load}"
-    raise DisttrainError(what, why, "Mend it, or put another compiler first in PATH.")
+    raise DisttrainError(what, why, "Repair it, or put another compiler first in PATH.")

@@ -101,7 +101,8 @@ class UnitEngine:
         self._norm = math.nan
         # of the last step's global batch, weighted, by name
         self.step_losses: dict[str, float] = {}
-        self.largest: list[float] = []  # maxima over the ranks of the last step's `told` values
+        # maxima over the ranks of the last step's `to_maximise` values
+        self.largest: list[float] = []
         #: Rows by expert of the last step; of no layer where they are not counted.
         self.expert_rows = ExpertRows({}, {})
         self._sensor = sensor_of(self.device)
@@ -120,7 +121,7 @@ class UnitEngine:
         self,
         order: StepOrder,
         fetch: Callable[[int], Batch],
-        told: Callable[[], Sequence[float]] = tuple,
+        to_maximise: Callable[[], Sequence[float]] = tuple,
     ) -> None:
         """Train on the global batch of `order`.
 
@@ -129,18 +130,18 @@ class UnitEngine:
 
         Args:
             fetch: waits for this rank's inputs of a slot and returns them.
-            told: returns this rank's values to be maximised over all ranks into `largest`.
+            to_maximise: returns this rank's values to be maximised over all ranks into `largest`.
 
         Raises:
             NotFiniteError: a loss or the norm is not finite, and `train.on_bad_loss` is not "skip".
             OutOfMemoryError: the device has no memory left.
         """
-        self.order, self.fetch, self.data_wait_ns, self._amounts, self._told = (
+        self.order, self.fetch, self.data_wait_ns, self._amounts, self._to_maximise = (
             order,
             fetch,
             0,
             {},
-            told,
+            to_maximise,
         )
         self.runner.losses.clear()
         if self.runner.sums is not None:
@@ -354,7 +355,7 @@ class UnitEngine:
         rows = self.expert_rows.take(self.device)
         sums = torch.cat([torch.stack([squared, *losses]), rows])
         dist.all_reduce(sums)
-        largest = to_device(self._told(), self.device, torch.float64)
+        largest = to_device(self._to_maximise(), self.device, torch.float64)
         if len(largest):
             dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         if self._sensor is not None:  # while the device computes what the host has queued

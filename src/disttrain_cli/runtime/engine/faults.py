@@ -102,7 +102,7 @@ def not_finite(
         first = "no module's outputs or gradients were seen to be infinite or NaN"
     else:
         module, phase, slot = where
-        first = f"{module} made the first such number, in the {phase}" + (
+        first = f"{module} computed the first such number, in the {phase}" + (
             f" of slot {slot}" * (phase != "gradients")
         )
     after = f", the last of {skipped} such steps in a row," if skipped > 1 else ""

@@ -42,7 +42,7 @@ class Ending:
             launcher: receives the error.
         """
         self._rank, self._log, self._folder, self._launcher = rank, log, folder, launcher
-        self._console, self._text, self._told, self.code = os.dup(2), "", False, 0
+        self._console, self._text, self._shown, self.code = os.dup(2), "", False, 0
 
     def tell(self, error: BaseException) -> None:
         """Report an error, and limit the time of closing.
@@ -76,7 +76,9 @@ class Ending:
             if self._text:
                 publish_verdict(
                     self._folder,
-                    Verdict(text=self._text, told_on=socket.gethostname() if self._told else None),
+                    Verdict(
+                        text=self._text, shown_on=socket.gethostname() if self._shown else None
+                    ),
                 )
             sys.stdout.flush()
             sys.stderr.flush()
@@ -96,12 +98,12 @@ class Ending:
         if verdict is not None:
             self._pass_on(verdict)
         elif _speaks() or not error.on_every_rank:
-            self._told = True
+            self._shown = True
             os.write(self._console, self._text.encode())
 
     def _pass_on(self, verdict: Verdict) -> None:
         if _speaks() and (
-            verdict.told_on is None or (_agent() and verdict.told_on != socket.gethostname())
+            verdict.shown_on is None or (_agent() and verdict.shown_on != socket.gethostname())
         ):
             os.write(self._console, verdict.text.encode())
 
@@ -137,7 +139,7 @@ def follow(verdict: Verdict) -> NoReturn:
 
 
 @contextmanager
-def told_at_once() -> Iterator[None]:
+def reported_at_once() -> Iterator[None]:
     """Report errors raised inside before the resources around it are closed."""
     try:
         yield

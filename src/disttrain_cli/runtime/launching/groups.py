@@ -82,7 +82,7 @@ def _connect(
         raise unreachable(str(error).splitlines()[0]) from None
     if arrived != expected:
         raise DisttrainError(
-            f'The group "{name}" of rank {coords.rank} works wrongly over {backend}',
+            f'The group "{name}" of rank {coords.rank} gives wrong results over {backend}',
             f"its {size} ranks should give {expected}; they gave {arrived}",
             REMEDIES.get(backend, ""),
         )

@@ -108,7 +108,7 @@ def launch(
         return more
 
     with tempfile.TemporaryFile() as output:
-        told, tell = os.pipe()
+        reading, writing = os.pipe()
         starter = subprocess.Popen(
             [
                 sys.executable,
@@ -117,17 +117,17 @@ def launch(
                 target,
                 str(os.getpid()),
                 str(log_dir),
-                str(tell),
+                str(writing),
             ],
             env=environment,
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=output,
             start_new_session=True,
-            pass_fds=[tell],
+            pass_fds=[writing],
         )
-        os.close(tell)
-        with os.fdopen(told, "rb", buffering=0) as ends:
+        os.close(writing)
+        with os.fdopen(reading, "rb", buffering=0) as ends:
             try:
                 _send(starter, payload)
                 all_ended = _wait(starter, ends, world_size, log_dir, timeout_s, ready, on_poll)
@@ -168,11 +168,11 @@ def _wait(
     """
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     os.set_blocking(ends.fileno(), False)
-    told, begun = b"", False  # from the starter, and whether `ready` was called
+    received, begun = b"", False  # from the starter, and whether `ready` was called
     while True:
         starter_gone = starter.poll() is not None
-        told += ends.read() or b""
-        lines = [json.loads(line) for line in told.split(b"\n")[:-1]]
+        received += ends.read() or b""
+        lines = [json.loads(line) for line in received.split(b"\n")[:-1]]
         if lines and not begun:
             if "notes" not in lines[0]:
                 raise getattr(errors, lines[0]["class"])(*lines[0]["error"])

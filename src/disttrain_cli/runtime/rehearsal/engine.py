@@ -103,7 +103,7 @@ class EmulatedEngine(UnitEngine):
         self,
         order: StepOrder,
         fetch: Callable[[int], Batch],
-        told: Callable[[], Sequence[float]] = tuple,
+        to_maximise: Callable[[], Sequence[float]] = tuple,
     ) -> None:
         """Execute one optimizer step.
 
@@ -116,7 +116,7 @@ class EmulatedEngine(UnitEngine):
             first_s = np.array([[_pass_s(work, FORWARD, range(1))]])
             self.clock.enqueue(float(self.gathering.left_s(first_s).max()))
             self.tracer.record("wait", start)
-        super().run_step(order, fetch, told)
+        super().run_step(order, fetch, to_maximise)
         if self.gathering is None:  # the step ends with the last optimizer step
             self._together(None, 0.0)
         self.clock.end()

@@ -196,7 +196,7 @@ def _host(folder: RunDir, name: str) -> dict[str, Any]:
     ]
     if not reports:
         raise SpecError(
-            "The processes of the rehearsal left no account of themselves",
+            "The processes of the rehearsal wrote no measurements",
             str(folder.logs),
             f"Rehearse again: {call('rehearse')}",
         )

@@ -143,7 +143,7 @@ class HangWatch:
         if len(self._states) < len(self._ranks) or now_s - self._moved_s < self._hang_s:
             return
         error = self._error(diagnose(self._states, self._stages, silent), silent)
-        publish_verdict(self._folder, Verdict(text=f"{error}\n", told_on=None, hang=True))
+        publish_verdict(self._folder, Verdict(text=f"{error}\n", shown_on=None, hang=True))
         time.sleep(2 * interval_s(self._hang_s))  # the ranks poll for the verdict at this interval
         raise error
 

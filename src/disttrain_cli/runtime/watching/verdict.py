@@ -19,7 +19,7 @@ class Verdict(BaseModel):
     """Reason why the job is over."""
 
     text: str
-    told_on: str | None  # the host whose terminal has shown it already, if any
+    shown_on: str | None  # the host whose terminal has shown it already, if any
     hang: bool = False  # True if no rank failed, and all wait
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from disttrain_cli.analysis.analyze import analyze
 from disttrain_cli.analysis.causes import Suspect
 from disttrain_cli.analysis.job.remedies.suspects import _one_per_rank
 from disttrain_cli.analysis.result.verdicts import Place
@@ -14,11 +13,10 @@ from tests.analysis import synthetic
 
 def found_in(folder, **spec):
     synthetic.write(folder, synthetic.Synthetic(steps=5, cp=2, **spec), segments=1)
-    return analyze([folder])
+    return synthetic.judged(folder)
 
 
-@pytest.mark.parametrize("dp", [1, 2])
-@pytest.mark.parametrize("cp_rank", [0, 1])
+@pytest.mark.parametrize(("dp", "cp_rank"), [(1, 0), (2, 1)])
 def test_the_slow_rank_of_a_group_is_named(tmp_path, dp, cp_rank):
     found = found_in(tmp_path, dp=dp, slow_rank={1: 3.0}, slow_cp_rank=cp_rank)
     verdict, ranks = found.verdict, 2 + 2 * dp

@@ -6,8 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from disttrain_cli.analysis.analyze import analyze
-from tests.analysis import simulated
+from tests.analysis import simulated, synthetic
 from tests.analysis.job.remedies.test_replanning import STEPS, played_s
 from tests.planning import synthetic as planning
 
@@ -34,7 +33,7 @@ def found(folder, job, factor, hosts):
         names = pa.array([f"node-{rank * hosts // 16}"] * len(table))
         place = table.schema.get_field_index("host")
         pq.write_table(table.set_column(place, "host", names), path)
-    return analyze([folder])
+    return synthetic.judged(folder)
 
 
 def test_a_slow_host_left_out_gains_what_its_job_would(tmp_path, job):

@@ -19,15 +19,6 @@ STEPS = 4
 JOBS = {
     "tiny": (
         lambda: planning.tiny(planning.run_file(batch=48, gpus=12), kind="cuda"),
-        12,
-        {
-            "image_encoder": {"layers_per_stage": [4]},
-            "llm": {"dp": 4, "layers_per_stage": [6]},
-            "image_generator": {"dp": 2, "layers_per_stage": [4]},
-        },
-    ),
-    "tiny, stages": (
-        lambda: planning.tiny(planning.run_file(batch=48, gpus=12), kind="cuda"),
         24,
         {
             "image_encoder": {"layers_per_stage": [4]},

@@ -10,7 +10,6 @@ from disttrain_cli.analysis.job.graph import build_graph
 from disttrain_cli.analysis.job.remedies.replanning import cluster_of, corrected, replan
 from disttrain_cli.analysis.job.remedies.replicas import record_of
 from disttrain_cli.analysis.losses import explain
-from disttrain_cli.planning import solve as planner
 from tests.analysis import simulated, synthetic
 from tests.planning import synthetic as planning
 
@@ -43,23 +42,15 @@ def played_s(profile, layout, stretch=None):
     )
 
 
-def test_the_new_plan_gains_what_its_job_would(tmp_path, profile):
+def test_the_new_plan_gains_what_its_job_would_and_stays(tmp_path, profile):
     record, why = recorded(tmp_path, profile, simulated.layout_of(profile, 48, 12, **UNITS))
     found = replan(record, why)
     assert found.layout.gpus_used <= record.job.layout.gpus_used
     assert found.present_s == pytest.approx(played_s(profile, record.job.layout), rel=0.03)
     assert found.then_s == pytest.approx(played_s(profile, found.layout), rel=0.03)
     assert found.then_s < 0.7 * found.present_s
-    cluster = planner.cluster_of(planning.run_file(batch=48, gpus=12), profile, 8)
-    ranked, *_ = planner.ranking(profile, cluster, "disaggregated")
-    assert ranked[0].iteration_s <= 1.02 * found.then_s  # what `disttrain plan` finds is no worse
-
-
-def test_the_best_plan_stays(tmp_path, profile):
-    record, why = recorded(tmp_path, profile, simulated.layout_of(profile, 48, 12, **UNITS))
-    best = replan(record, why).layout
-    record, why = recorded(tmp_path / "best", profile, best)
-    again = replan(record, why)
+    record, why = recorded(tmp_path / "best", profile, found.layout)
+    again = replan(record, why)  # the best plan stays
     assert again.then_s == pytest.approx(again.present_s, rel=0.02)
 
 

@@ -91,9 +91,8 @@ def layouts(job):
 @pytest.mark.parametrize(
     "case",
     [
-        "llm binds",
         "a slow stage",
-        *(pytest.param(case, marks=pytest.mark.slow) for case in ("one sequence", "encoder binds")),
+        *(pytest.param(case, marks=pytest.mark.slow) for case in ("llm binds", "encoder binds")),
     ],
 )
 def test_the_changed_job_takes_what_the_replay_says(tmp_path, case):

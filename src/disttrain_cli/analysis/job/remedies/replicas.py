@@ -28,8 +28,10 @@ from disttrain_cli.analysis.job.graph import expected_transfers, update_s
 from disttrain_cli.analysis.job.recorded import recorded_loads
 from disttrain_cli.analysis.walk import Floats, Ints, walk_of
 from disttrain_cli.costs.layout import CostedStage, stages_of
+from disttrain_cli.costs.memoised import memoised
 from disttrain_cli.costs.memory import layout_memory
-from disttrain_cli.spec.plan import Layout, UnitPlan
+from disttrain_cli.spec.plan import Layout, StageMemory, UnitPlan
+from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.trace import Job
 
 
@@ -141,13 +143,20 @@ def with_replicas(job: Job, replicas: dict[str, int]) -> Layout | None:
         }
     )
     now, then = (
-        layout_memory(job.profile, choice, memory_gib(job)) for choice in (layout, changed)
+        _memory(job.profile, choice.model_dump_json(), memory_gib(job))
+        for choice in (layout, changed)
     )
     fits = all(
         there.peak_gib <= max(here.peak_gib, here.limit_gib)
         for here, there in zip(now, then, strict=True)
     )
     return changed if fits else None
+
+
+@memoised
+def _memory(profile: Profile, layout: str, limit_gib: float) -> list[StageMemory]:
+    """Return `layout_memory` of a layout in JSON: an analysis tries each several times."""
+    return layout_memory(profile, Layout.model_validate_json(layout), limit_gib)
 
 
 def memory_gib(job: Job) -> float:

@@ -41,7 +41,7 @@ def check_startable(
     cluster = run.file.cluster
     if run.file.train.on_straggler == "replan":
         raise SpecError(
-            "Ranks that others start are not planned anew",
+            "Ranks started by another launcher are not replanned",
             "train.on_straggler: replan; a scheduler gives and takes hosts, and starts as many"
             " ranks as the plan has",
             "Set train.on_straggler: tell, and end the job by its verdict"
