@@ -467,6 +467,39 @@ def muse() -> Any:
 
 ITEMS = ("image", "video", "vision")
 MARKS = ("<video>", "<start>", "<end>", "<|begin_of_video|>", "<|end_of_video|>")
+
+
+def nemotron_h_omni() -> Any:
+    import transformers
+
+    marks = ("<img>", "</img>", "<video>", "<so_embedding>", "<so_start>", "<so_end>")
+    words = words_of(marks, "<image>", image_token="<image>")
+    named = transformers.models.nemotron_h_omni
+    return named.NemotronH_Omni_Reasoning_V3Processor(
+        named.NemotronH_Omni_Reasoning_V3ImageProcessor(
+            patch_size=4, min_num_patches=16, max_num_patches=64
+        ),
+        named.NemotronH_Omni_Reasoning_V3VideoProcessor(),
+        words,
+        transformers.ParakeetFeatureExtractor(),
+        chat_template=words.chat_template,
+    )
+
+
+def perception_lm() -> Any:
+    import transformers
+
+    words = words_of(("<video>",), "<image>", image_token="<image>", video_token="<video>")
+    return transformers.PerceptionLMProcessor(
+        transformers.PerceptionLMVideoProcessor(),
+        transformers.PerceptionLMImageProcessor(tile_size=32, max_num_tiles=4),
+        words,
+        patch_size=8,
+        pooling_ratio=2,
+        chat_template=words.chat_template,
+    )
+
+
 SLICES = (
     *("image_start", "image_end", "slice_start", "slice_end", "image_id_start", "image_id_end"),
 )
@@ -593,6 +626,45 @@ FAMILIES: dict[str, Tiny] = {
             "interleave_moe_layer_step": 2,
             "no_rope_layers": [1, 0],
         },
+    ),
+    "nemotron_h_omni": Tiny(
+        "NemotronH_Omni_Reasoning_V3_",
+        nemotron_h_omni,
+        VIT_LAYERS | {"max_img_size": 64, "video_temporal_patch_size": 2},
+        HEADS
+        | {
+            "layers_block_type": ["linear_attention", "mlp", "full_attention", "moe"],
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "moe_shared_expert_intermediate_size": 32,
+            "ssm_state_size": 8,
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 16,
+            "n_groups": 2,
+            "chunk_size": 16,
+        },
+        {"vision_hidden_size": 32, "projector_hidden_size": 64},
+    ),
+    "perception_lm": Tiny(
+        "PerceptionLM",
+        perception_lm,
+        {
+            "architecture": "vit_pe_core_tiny_patch16_384",
+            "model_args": {
+                "embed_dim": 32,
+                "img_size": [32, 32],
+                "patch_size": 8,
+                "depth": 2,
+                "num_heads": 4,
+                "global_pool": "",
+                "use_post_transformer_norm": False,
+                "init_values": 0.1,
+                "ref_feat_shape": [4, 4],
+            },
+        },
+        LLAMA,
+        VIDEO | {"projector_pooling_ratio": 2},
     ),
     "muse_glimmer": Tiny(
         "MuseGlimmer",
@@ -1060,6 +1132,8 @@ def write(folder: Path, family: str) -> tuple[Any, Any]:
     import transformers
 
     tiny = FAMILIES[family]
+    if family == "perception_lm":
+        pytest.importorskip("timm")
     try:
         processor = tiny.processor()
     except ImportError as error:
@@ -1093,6 +1167,28 @@ def write(folder: Path, family: str) -> tuple[Any, Any]:
     processor = transformers.AutoProcessor.from_pretrained(folder)
     kinds = "mm_token_type_ids" in inspect.signature(model.forward).parameters
     processor.return_mm_token_type_ids |= kinds  # some classes ask for them, then
+    if (
+        family == "perception_lm"
+    ):  # of images with other numbers of tiles the processor makes a list
+        features = model.model.get_image_features
+        model.model.get_image_features = lambda pixel_values, **given: features(
+            pixel_values[None] if pixel_values.ndim == 4 else pixel_values, **given
+        )
+    if family == "nemotron_h_omni":  # its class drops what moves the spans that are trained
+        replaced, masked = (
+            processor.get_text_with_replacements,
+            processor._adjust_assistant_masks_indices,
+        )
+        offsets: list[Any] = []
+
+        def replacing(*given: Any, **named: Any) -> Any:
+            text, offsets[:] = replaced(*given, **named)
+            return text, offsets
+
+        processor.get_text_with_replacements = replacing
+        processor._adjust_assistant_masks_indices = lambda made, spans: masked(
+            made.update({"text_replacement_offsets": offsets}) or made, spans
+        )
     if family in ("got_ocr2", "pp_chart2table"):  # their classes take lists without samples
         layout = processor.prepare_inputs_layout
         processor.prepare_inputs_layout = lambda images=None, text=None, **given: layout(
