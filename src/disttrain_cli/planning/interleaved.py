@@ -103,8 +103,8 @@ def cut_into(profile: Profile, layout: Layout, chunks: int) -> Layout | None:
     count = unit.pp * chunks
     blocks: list[int] = []  # layers that stay together
     for name in unit.modules:
-        layers = len(profile.modules[name].layers)
-        blocks += [layers] if name in unit.module_tp else [1] * layers
+        depth = len(profile.modules[name].layers)
+        blocks += [depth] if name in unit.module_tp else [1] * depth
     if unit.pp == 1 or layout.microbatches % unit.pp or count > len(blocks):
         return None
     alone = unit.model_copy(update={"dp": 1})
