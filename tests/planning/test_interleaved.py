@@ -138,4 +138,4 @@ def test_a_replicated_module_stays_on_one_stage() -> None:
     assert undealt(
         profile, sharded.units[0].model_copy(update={"module_tp": {"image_generator": 1}})
     )
-    assert sum(whole.units[0].layers_per_stage) == 14 and whole.units[0].pp == 8
+    assert sum(whole.units[0].layers_per_stage) == 14 and whole.units[0].stages == 8
