@@ -28,7 +28,6 @@ CASES: list[dict[str, Any]] = [
     {"dp": 4, "ep": 4, "ep_overlap": True},
     {"dp": 2, "tp": 2},
     {"dp": 2, "tp": 2, "ep": 4},
-    {"dp": 2, "tp": 2, "ep": 4, "ep_overlap": True},
     {"dp": 2, "cp": 2, "ep": 2, "checkpointing": True},
 ]
 
