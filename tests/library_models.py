@@ -467,6 +467,23 @@ def muse() -> Any:
 
 ITEMS = ("image", "video", "vision")
 MARKS = ("<video>", "<start>", "<end>", "<|begin_of_video|>", "<|end_of_video|>")
+def nemotron_h_omni() -> Any:
+    import transformers
+
+    marks = ("<img>", "</img>", "<video>", "<so_embedding>", "<so_start>", "<so_end>")
+    words = words_of(marks, "<image>", image_token="<image>")
+    named = transformers.models.nemotron_h_omni
+    return named.NemotronH_Omni_Reasoning_V3Processor(
+        named.NemotronH_Omni_Reasoning_V3ImageProcessor(
+            patch_size=4, min_num_patches=16, max_num_patches=64
+        ),
+        named.NemotronH_Omni_Reasoning_V3VideoProcessor(),
+        words,
+        transformers.ParakeetFeatureExtractor(),
+        chat_template=words.chat_template,
+    )
+
+
 SLICES = (
     *("image_start", "image_end", "slice_start", "slice_end", "image_id_start", "image_id_end"),
 )
@@ -593,6 +610,25 @@ FAMILIES: dict[str, Tiny] = {
             "interleave_moe_layer_step": 2,
             "no_rope_layers": [1, 0],
         },
+    ),
+    "nemotron_h_omni": Tiny(
+        "NemotronH_Omni_Reasoning_V3_",
+        nemotron_h_omni,
+        VIT_LAYERS | {"max_img_size": 64, "video_temporal_patch_size": 2},
+        HEADS
+        | {
+            "layers_block_type": ["linear_attention", "mlp", "full_attention", "moe"],
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "moe_shared_expert_intermediate_size": 32,
+            "ssm_state_size": 8,
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 16,
+            "n_groups": 2,
+            "chunk_size": 16,
+        },
+        {"vision_hidden_size": 32, "projector_hidden_size": 64},
     ),
     "muse_glimmer": Tiny(
         "MuseGlimmer",
@@ -1093,6 +1129,21 @@ def write(folder: Path, family: str) -> tuple[Any, Any]:
     processor = transformers.AutoProcessor.from_pretrained(folder)
     kinds = "mm_token_type_ids" in inspect.signature(model.forward).parameters
     processor.return_mm_token_type_ids |= kinds  # some classes ask for them, then
+    if family == "nemotron_h_omni":  # its class drops what moves the spans that are trained
+        replaced, masked = (
+            processor.get_text_with_replacements,
+            processor._adjust_assistant_masks_indices,
+        )
+        offsets: list[Any] = []
+
+        def replacing(*given: Any, **named: Any) -> Any:
+            text, offsets[:] = replaced(*given, **named)
+            return text, offsets
+
+        processor.get_text_with_replacements = replacing
+        processor._adjust_assistant_masks_indices = lambda made, spans: masked(
+            made.update({"text_replacement_offsets": offsets}) or made, spans
+        )
     if family in ("got_ocr2", "pp_chart2table"):  # their classes take lists without samples
         layout = processor.prepare_inputs_layout
         processor.prepare_inputs_layout = lambda images=None, text=None, **given: layout(

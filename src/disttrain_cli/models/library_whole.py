@@ -113,7 +113,7 @@ def _made(config: Any) -> Whole:
     whole = Whole(model, base, llm)
     hidden = torch.empty(2, config.get_text_config().hidden_size, device="meta")
     try:
-        Tail(whole.with_head, "model")(hidden, model.get_output_embeddings())
+        Tail(whole.with_head, "model")(hidden, whole.with_head.get_output_embeddings())
     except MISTAKES as error:
         why = " ".join(str(error).split())
         raise refused(kind, f"its logits are computed of more than hidden states: {why}") from None

@@ -26,7 +26,7 @@ AUDIO_PARTS = ("audio_tower", "embed_audio", "audio_projector", "sound_tower", "
 #: Names of the LLM in a whole model's class, where it is not `language_model`.
 LLM_NAMES = {"emu3": "text_model", "granite_docling": "text_model", "idefics2": "text_model"}
 #: Families whose class holds its towers, and an LLM with its head, itself.
-WITHOUT_BASE = ("llama4",)
+WITHOUT_BASE = ("llama4", "nemotron_h_omni")
 
 
 @cache
