@@ -467,6 +467,8 @@ def muse() -> Any:
 
 ITEMS = ("image", "video", "vision")
 MARKS = ("<video>", "<start>", "<end>", "<|begin_of_video|>", "<|end_of_video|>")
+
+
 def nemotron_h_omni() -> Any:
     import transformers
 
@@ -480,6 +482,20 @@ def nemotron_h_omni() -> Any:
         named.NemotronH_Omni_Reasoning_V3VideoProcessor(),
         words,
         transformers.ParakeetFeatureExtractor(),
+        chat_template=words.chat_template,
+    )
+
+
+def perception_lm() -> Any:
+    import transformers
+
+    words = words_of(("<video>",), "<image>", image_token="<image>", video_token="<video>")
+    return transformers.PerceptionLMProcessor(
+        transformers.PerceptionLMVideoProcessor(),
+        transformers.PerceptionLMImageProcessor(tile_size=32, max_num_tiles=4),
+        words,
+        patch_size=8,
+        pooling_ratio=2,
         chat_template=words.chat_template,
     )
 
@@ -629,6 +645,26 @@ FAMILIES: dict[str, Tiny] = {
             "chunk_size": 16,
         },
         {"vision_hidden_size": 32, "projector_hidden_size": 64},
+    ),
+    "perception_lm": Tiny(
+        "PerceptionLM",
+        perception_lm,
+        {
+            "architecture": "vit_pe_core_tiny_patch16_384",
+            "model_args": {
+                "embed_dim": 32,
+                "img_size": [32, 32],
+                "patch_size": 8,
+                "depth": 2,
+                "num_heads": 4,
+                "global_pool": "",
+                "use_post_transformer_norm": False,
+                "init_values": 0.1,
+                "ref_feat_shape": [4, 4],
+            },
+        },
+        LLAMA,
+        VIDEO | {"projector_pooling_ratio": 2},
     ),
     "muse_glimmer": Tiny(
         "MuseGlimmer",
@@ -1096,6 +1132,8 @@ def write(folder: Path, family: str) -> tuple[Any, Any]:
     import transformers
 
     tiny = FAMILIES[family]
+    if family == "perception_lm":
+        pytest.importorskip("timm")
     try:
         processor = tiny.processor()
     except ImportError as error:
@@ -1129,6 +1167,13 @@ def write(folder: Path, family: str) -> tuple[Any, Any]:
     processor = transformers.AutoProcessor.from_pretrained(folder)
     kinds = "mm_token_type_ids" in inspect.signature(model.forward).parameters
     processor.return_mm_token_type_ids |= kinds  # some classes ask for them, then
+    if (
+        family == "perception_lm"
+    ):  # of images with other numbers of tiles the processor makes a list
+        features = model.model.get_image_features
+        model.model.get_image_features = lambda pixel_values, **given: features(
+            pixel_values[None] if pixel_values.ndim == 4 else pixel_values, **given
+        )
     if family == "nemotron_h_omni":  # its class drops what moves the spans that are trained
         replaced, masked = (
             processor.get_text_with_replacements,

@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 #: Functions by which classes allocate weights, and the most elements of a buffer.
@@ -31,10 +33,23 @@ class _WeightsOnMeta(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
+_register = nn.Module.register_buffer
+
+
+def _register_buffer(
+    module: nn.Module, name: str, tensor: Tensor | None, persistent: bool = True
+) -> None:
+    """Register a buffer; one that its class fills only afterwards (timm's) gets memory."""
+    if tensor is not None and tensor.is_meta and tensor.numel() <= _LARGE:
+        tensor = torch.empty_like(tensor, device="cpu")
+    _register(module, name, tensor, persistent)
+
+
 @contextmanager
 def empty_weights() -> Iterator[None]:
     """Construct transformers' models whose weights are not allocated nor initialised."""
     from transformers.initialization import no_init_weights
 
-    with no_init_weights(), torch.device("cpu"), _WeightsOnMeta():
+    buffers = patch.object(nn.Module, "register_buffer", _register_buffer)
+    with no_init_weights(), torch.device("cpu"), _WeightsOnMeta(), buffers:
         yield

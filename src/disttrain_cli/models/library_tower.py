@@ -317,11 +317,12 @@ def unpacked(names: tuple[str, ...], values: Tensor, table: Any) -> dict[str, Te
 
 
 def _taken_buffers(model: nn.Module) -> list[tuple[str, str, Tensor]]:
-    """Take the buffers out of a model: (path of their module, name, value)."""
+    """Make a model's buffers plain attributes: (path of their module, name, value)."""
     taken = []
     for path, part in model.named_modules():
         for name, tensor in list(part.named_buffers(recurse=False)):
             del part._buffers[name]
+            part.__dict__[name] = tensor
             taken.append((path, name, tensor))
     return taken
 
