@@ -10,11 +10,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
 from PIL import Image
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
 from disttrain_cli.api.presets import preset_text, write_model_files
 from disttrain_cli.errors import SpecError
@@ -86,6 +88,9 @@ def test_the_rows_of_an_image_are_the_librarys_own(tmp_path: Path, family: str) 
             ).pooler_output
         expected = library_tower.flat_rows(there)[:rows]
         torch.testing.assert_close(made, expected, atol=1e-5, rtol=1e-5)
+    blank = head.blank(SIZES[0])
+    with FakeTensorMode():  # in a dry run the processor still returns values
+        assert all(map(np.array_equal, head.blank(SIZES[0]), blank))
 
 
 @pytest.mark.slow

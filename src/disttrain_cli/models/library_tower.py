@@ -85,8 +85,10 @@ class _NumbersOnHost(TorchFunctionMode):
             if function is Tensor.__getitem__ and _selects(args[1]):
                 with _disable_current_modes():
                     given = (args[0], args[1].nonzero(as_tuple=True)), {}
-            (args, kwargs) = tree_map_only(Tensor, self._moved, given)
-            return function(*args, **kwargs)
+            moved, kwargs = tree_map_only(Tensor, self._moved, given)
+            if isinstance(given[0][0], Tensor) and not given[0][0].ndim:
+                moved = (given[0][0], *moved[1:])  # a method of a number
+            return function(*moved, **kwargs)
         if not tensors or self._device.type == "meta":
             made = function(*given[0], **given[1])
             if not isinstance(made, Tensor) or made.is_floating_point() or not _has_no_values(made):
@@ -99,9 +101,12 @@ class _NumbersOnHost(TorchFunctionMode):
         with _disable_current_modes(), torch.device("cpu"):
             return function(*on_host[0], **on_host[1])
 
-    def _moved(self, tensor: Tensor) -> Tensor:
-        if _has_no_values(tensor) or not tensor.ndim:  # numbers stay: they may be sizes
+    def _moved(self, tensor: Tensor) -> Any:
+        if _has_no_values(tensor):
             return tensor
+        if not tensor.ndim:  # it may be a size
+            with _disable_current_modes():
+                return tensor.item()
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
 
 

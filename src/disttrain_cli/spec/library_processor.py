@@ -358,17 +358,17 @@ class LibraryProcessor:
         import numpy as np
 
         arguments = self.call.arguments(self._processor, contents)
-        try:
-            with _on_host():
-                made = self._processor(**arguments, text=text, return_tensors="pt")
-        except Exception as error:  # classes of many authors raise anything
-            raise ValueError(f"the processor refuses it: {_line(error)}") from None
         bf16 = import_module("torch").bfloat16  # which numpy lacks
-        arrays = {
-            name: np.asarray(value.float() if getattr(value, "dtype", None) is bf16 else value)
-            for name, value in made.items()
-            if name not in OF_TEXT
-        }
+        with _on_host():  # a mode that fakes a device would make arrays of tensors without values
+            try:
+                made = self._processor(**arguments, text=text, return_tensors="pt")
+            except Exception as error:  # classes of many authors raise anything
+                raise ValueError(f"the processor refuses it: {_line(error)}") from None
+            arrays = {
+                name: np.asarray(value.float() if getattr(value, "dtype", None) is bf16 else value)
+                for name, value in made.items()
+                if name not in OF_TEXT
+            }
         said, *others = self._recorder.said.texts
         if others:
             raise ValueError(f"the processor makes {1 + len(others)} texts of one")
