@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -61,9 +62,10 @@ def written(folder: Path, family: str) -> tuple[Any, Any, LibraryImages, library
 def test_the_rows_of_an_image_are_the_librarys_own(tmp_path: Path, family: str) -> None:
     """One by one as in a batch, whatever their sizes."""
     model, processor, head, call = written(tmp_path, family)
-    tower = library_tower.Tower("vision", model.config, head, {"image": call}).to_empty(
-        device="cpu"
-    )
+    library_tower._unused.clear()
+    with patch.object(torch.autograd, "backward", side_effect=AssertionError("before a fork")):
+        tower = library_tower.Tower("vision", model.config, head, {"image": call})
+    tower.to_empty(device="cpu")
     own, layers = model.model.state_dict(), dict(tower.named_parameters())
     assert {tower.published_path(path) for path in layers} == {
         name for name in own if not name.startswith(("language_model.", "text_model."))
@@ -88,6 +90,8 @@ def test_the_rows_of_an_image_are_the_librarys_own(tmp_path: Path, family: str) 
             ).pooler_output
         expected = library_tower.flat_rows(there)[:rows]
         torch.testing.assert_close(made, expected, atol=1e-5, rtol=1e-5)
+    sum(one.sum() for one in tower({}, Batch({"image": items})).values()).backward()
+    assert tower.unused == {path for path, one in layers.items() if one.grad is None}
     blank = head.blank(SIZES[0])
     with FakeTensorMode():  # in a dry run the processor still returns values
         assert all(map(np.array_equal, head.blank(SIZES[0]), blank))

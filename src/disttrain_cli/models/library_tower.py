@@ -85,8 +85,8 @@ class _NumbersOnHost(TorchFunctionMode):
             if function is Tensor.__getitem__ and _selects(args[1]):
                 with _disable_current_modes():
                     given = (args[0], args[1].nonzero(as_tuple=True)), {}
-            moved, kwargs = tree_map_only(Tensor, self._moved, given)
-            if isinstance(given[0][0], Tensor) and not given[0][0].ndim:
+            moved, kwargs = tree_map_only((Tensor, slice), self._moved, given)
+            if given[0] and isinstance(given[0][0], Tensor) and not given[0][0].ndim:
                 moved = (given[0][0], *moved[1:])  # a method of a number
             return function(*moved, **kwargs)
         if not tensors or self._device.type == "meta":
@@ -101,13 +101,15 @@ class _NumbersOnHost(TorchFunctionMode):
         with _disable_current_modes(), torch.device("cpu"):
             return function(*on_host[0], **on_host[1])
 
-    def _moved(self, tensor: Tensor) -> Any:
-        if _has_no_values(tensor):
-            return tensor
-        if not tensor.ndim:  # it may be a size
+    def _moved(self, given: Any) -> Any:
+        if isinstance(given, slice):
+            return slice(*map(self._moved, (given.start, given.stop, given.step)))
+        if not isinstance(given, Tensor) or _has_no_values(given):
+            return given
+        if not given.ndim:  # it may be a size
             with _disable_current_modes():
-                return tensor.item()
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
+                return given.item()
+        return torch.empty(given.shape, dtype=given.dtype, device=self._device)
 
 
 def _has_no_values(tensor: Tensor) -> bool:
@@ -220,10 +222,15 @@ class Tower(PipelineLayer):
         )
         with torch.enable_grad():
             made = self.compute({}, Batch({self.item: items}))
-            sum(one.sum() for one in made.values()).backward()
-        unused = {path for path, one in self.named_parameters() if one.grad is None}
-        self.zero_grad(set_to_none=True)
-        return frozenset(unused)
+        # read from the graph: autograd's device threads would not survive the fork of the ranks
+        nodes, seen, reached = [one.grad_fn for one in made.values()], set[Any](), set[int]()
+        while nodes:
+            node = nodes.pop()
+            if node is not None and node not in seen:
+                seen.add(node)
+                reached.add(id(getattr(node, "variable", None)))
+                nodes += [before for before, _ in node.next_functions]
+        return frozenset(path for path, one in self.named_parameters() if id(one) not in reached)
 
     def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
         like = next(self.parameters())
