@@ -192,6 +192,7 @@ def in_time() -> Iterator[Any]:
     signal.signal(signal.SIGPROF, before)
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(run_files())
 def test_any_number_is_read_or_refused(value: dict[str, Any]) -> None:

@@ -396,6 +396,7 @@ def test_every_batch_has_a_plan(profiled, capsys):
     assert 7 % next(unit["dp"] for unit in plan["units"] if "llm" in unit["modules"]) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", first_fast(["disaggregated", "megatron"]))
 def test_too_little_memory_names_what_binds_and_what_would_do(profiled, refused, capsys, strategy):
     path = profiled / "runs" / "tiny" / "profile.json"
@@ -506,6 +507,7 @@ def test_folders_that_cannot_be_written(profiled, refused, tmp_path):
         )
 
 
+@pytest.mark.slow
 def test_init_overwrites_nothing(tmp_path, refused):
     mine = tmp_path / "data" / "captions" / "00000.tar"
     write_tar(mine, [("1.txt", b"mine")])

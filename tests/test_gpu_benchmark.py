@@ -110,6 +110,7 @@ def test_aims_are_stated_with_what_was_measured():
     assert not any(aim["reached"] is not None for aim in aims({}))
 
 
+@pytest.mark.slow
 def test_the_head(setting):
     assert run_part("head", setting)["head"]["kept_mib"] > 0
 
@@ -120,6 +121,7 @@ def test_images_of_two_shapes(setting):
     assert figures["square"]["kept_mib"] == pytest.approx(figures["wide"]["kept_mib"], rel=0.01)
 
 
+@pytest.mark.slow
 def test_the_generator(setting):
     assert run_part("unet", setting)["generator"]["backward_ms"] > 0
 

@@ -173,6 +173,7 @@ def test_memory_of_the_fullest_rank_of_a_stage_stands_beside_the_plan(tmp_path):
     assert held_mib == {("encoder", 0): 3, ("llm", 0): 5, ("llm", 1): 7, ("generator", 0): 8}
 
 
+@pytest.mark.slow
 def test_slowest_tells_heavy_data_from_slow_hardware(tmp_path):
     synthetic.write(tmp_path, synthetic.Synthetic(slow_rank={2: 1.5, 4: 1.5}))
     slow = {row.kind: row for row in analyze([tmp_path]).slowest}
@@ -280,6 +281,7 @@ def test_json_has_the_promised_keys(analysis):
     assert not math.isnan(plain["job"]["iteration_s"])
 
 
+@pytest.mark.slow
 def test_crowded_cores_halve_the_confidence_in_ranks(tmp_path):
     found = {}
     for cores in (2, 64):

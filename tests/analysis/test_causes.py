@@ -56,6 +56,7 @@ def found_in(folder, job, *faults, layouts=False, **disturbed):
     return analyze([folder]) if layouts else synthetic.judged(folder), 1 - clean_s / step_s
 
 
+@pytest.mark.slow
 def test_bubbles_that_no_layout_regains_are_no_fault(tmp_path, job):
     found, _ = found_in(tmp_path, job, layouts=True)
     lost = found.stragglers.lost_s["unit"]
@@ -78,6 +79,7 @@ def test_bubbles_do_not_hide_a_fault(tmp_path, job):
     assert "slower than its work explains" in found.verdict.headline
 
 
+@pytest.mark.slow
 def test_of_two_slow_ranks_the_one_is_named_whose_mending_gains(tmp_path, job):
     found, share = found_in(tmp_path, job, LLM_RANK, ENCODER_RANK)
     place = found.verdict.place
@@ -87,6 +89,7 @@ def test_of_two_slow_ranks_the_one_is_named_whose_mending_gains(tmp_path, job):
     assert found.verdict.lost_s == found.causes[0].gain_s
 
 
+@pytest.mark.slow
 def test_equally_slow_ranks_are_named_together(tmp_path, job):
     found, share = found_in(tmp_path, job, LLM_RANK, OTHER_RANK)
     (cause,) = [one for one in found.causes if one.cause == "worker"]
@@ -95,6 +98,7 @@ def test_equally_slow_ranks_are_named_together(tmp_path, job):
     assert "fixing any one of them alone does not help" in found.verdict.headline
 
 
+@pytest.mark.slow
 def test_all_that_gain_enough_are_named(tmp_path, job):
     found, share = found_in(tmp_path, job, LLM_RANK, STAGE)
     assert {cause.cause for cause in found.causes if cause.gain_pct >= 5} == {"worker", "stage"}
@@ -104,6 +108,7 @@ def test_all_that_gain_enough_are_named(tmp_path, job):
     )
 
 
+@pytest.mark.slow
 def test_a_small_fault_is_none_with_what_it_costs(tmp_path, job):
     found, share = found_in(tmp_path, job, fault("rank", "llm", 1.06, 0, 1))
     assert found.verdict.cause == "none" and 0.01 < share < 0.05
@@ -112,6 +117,7 @@ def test_a_small_fault_is_none_with_what_it_costs(tmp_path, job):
     assert cause.gain_pct == pytest.approx(100 * share, abs=0.5) and cause.confidence < 0.5
 
 
+@pytest.mark.slow
 def test_a_slow_unit_is_no_matter_of_sharing(tmp_path, job):
     found, share = found_in(tmp_path, job, fault("stage", "image_encoder", 12.0), layouts=True)
     assert (found.verdict.cause, found.verdict.place.unit) == ("unit", "image_encoder")
@@ -119,6 +125,7 @@ def test_a_slow_unit_is_no_matter_of_sharing(tmp_path, job):
     assert found.verdict.lost_s / found.job.iteration_s <= share + 0.01
 
 
+@pytest.mark.slow
 def test_a_verdict_due_to_a_single_event_says_so(tmp_path, job):
     held_up = simulated.HeldUp(1, 1, 3.0, step=2, slot=4)
     found, _ = found_in(tmp_path / "once", job, held_up=[held_up])
@@ -130,6 +137,7 @@ def test_a_verdict_due_to_a_single_event_says_so(tmp_path, job):
     assert found.verdict.confidence < always.verdict.confidence
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_slow_in_some_steps_is_no_late_host(tmp_path, job):
     found, share = found_in(tmp_path, job, LLM_RANK, during={2})
     (cause,) = [one for one in found.causes if one.gain_pct > 1.5]
@@ -145,6 +153,7 @@ def test_a_stage_that_is_slow_in_some_steps_is_named_alone(tmp_path, job):
     assert cause.gain_s / found.job.iteration_s == pytest.approx(share, abs=0.01)
 
 
+@pytest.mark.slow
 def test_most_ranks_of_a_stage_being_slow_is_a_slow_stage(tmp_path, job):
     found, share = found_in(
         tmp_path, job, *(fault("rank", "llm", 1.35, 0, replica) for replica in (0, 1, 3))
@@ -157,6 +166,7 @@ def test_most_ranks_of_a_stage_being_slow_is_a_slow_stage(tmp_path, job):
     assert found.verdict.lost_s / found.job.iteration_s == pytest.approx(share, abs=0.02)
 
 
+@pytest.mark.slow
 def test_a_slow_reduction_is_found_and_named(tmp_path, job):
     found, _ = found_in(tmp_path / "slow", job, slow_reduce=60.0)
     clean, _ = found_in(tmp_path / "clean", job)
@@ -233,6 +243,7 @@ def test_units_that_are_all_slower_than_their_profile_are_said(tmp_path, job):
     assert found.verdict.next_command.startswith("disttrain profile")
 
 
+@pytest.mark.slow
 def test_a_layout_claims_no_more_than_the_best_one_gains(tmp_path, job):
     profile, _ = job
     uneven = simulated.layout_of(
@@ -244,6 +255,7 @@ def test_a_layout_claims_no_more_than_the_best_one_gains(tmp_path, job):
     assert sum(one.gain_s for one in found.causes if one.cause in ("stage", "unit")) <= 1.02 * best
 
 
+@pytest.mark.slow
 def test_uneven_data_claim_no_more_than_an_ordering_regains(tmp_path):
     profile = planning.paper_9b(planning.run_file(batch=16, gpus=8, nodes=1))
     sample = profile.data.sample
@@ -279,6 +291,7 @@ def test_half_a_step_is_not_measured(tmp_path, job):
         analyze([tmp_path])
 
 
+@pytest.mark.slow
 def test_rows_that_contradict_each_other_are_not_judged(tmp_path, job):
     simulated.write(tmp_path, *job, STEPS)
     draws = np.random.default_rng(0)
@@ -298,6 +311,7 @@ def test_rows_that_contradict_each_other_are_not_judged(tmp_path, job):
     assert found.verdict.confidence == 0 and found.causes == []
 
 
+@pytest.mark.slow
 def test_a_rank_whose_trace_ends_early_is_named(tmp_path, job):
     simulated.write(tmp_path, *job, 3)
     path = next(tmp_path.glob("rank-00003/*.parquet"))

@@ -48,6 +48,7 @@ def kineto(folder: Path, compute: list[int], steps: int = 12) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_own_runs_are_compared_by_operation(own: dict[str, Path]) -> None:
     found = rows(compared(own["before"], own["slow"]))
     slower = found["operation", "llm forward"]
@@ -77,6 +78,7 @@ def test_the_step_is_the_primary_comparison_and_the_rest_is_corrected() -> None:
     assert not any(row.significant for key, row in found.items() if key != WHOLE)
 
 
+@pytest.mark.slow
 def test_kinds_add_up_to_the_step(own: dict[str, Path], tmp_path: Path) -> None:
     loads = {"ph": "X", "cat": "user_annotation", "pid": 100, "tid": 100, "dur": 90}
     for rank in range(2):
@@ -99,6 +101,7 @@ def test_equal_runs_do_not_differ(own: dict[str, Path]) -> None:
     assert times.steps[0] == times.steps[1] > 3 and times.formats == ["disttrain"] * 2
 
 
+@pytest.mark.slow
 def test_kineto_jobs_are_compared_by_kernel(tmp_path: Path) -> None:
     before, after = kineto(tmp_path / "a", [300] * 4), kineto(tmp_path / "b", [330] * 4)
     found = rows(compared(before, after))
@@ -108,6 +111,7 @@ def test_kineto_jobs_are_compared_by_kernel(tmp_path: Path) -> None:
     assert not found["operation", "all_reduce"].significant
 
 
+@pytest.mark.slow
 def test_a_kernel_of_one_run_took_nothing_in_the_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -120,6 +124,7 @@ def test_a_kernel_of_one_run_took_nothing_in_the_other(
     assert found["kernel", "sm90_xmma_gemm"].significant
 
 
+@pytest.mark.slow
 def test_mixed_runs_share_the_step_and_kinds(own: dict[str, Path], tmp_path: Path) -> None:
     times = compared(own["before"], kineto(tmp_path, [300] * 4))
     both = {key for key, row in rows(times).items() if row.difference_s is not None}
@@ -128,11 +133,13 @@ def test_mixed_runs_share_the_step_and_kinds(own: dict[str, Path], tmp_path: Pat
     assert any(row.before_s is None for row in times.rows)
 
 
+@pytest.mark.slow
 def test_one_step_tells_no_noise(tmp_path: Path) -> None:
     before, after = kineto(tmp_path / "a", [300] * 4, 2), kineto(tmp_path / "b", [330] * 4, 2)
     assert all(row.significant is None for row in compared(before, after).rows)
 
 
+@pytest.mark.slow
 def test_the_command_shows_what_is_beyond_noise(
     own: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -32,6 +32,7 @@ def test_the_same_folder_is_read_once(run, opened):
     assert len(drawn.timelines) == 2 and drawn.timelines[0]["lanes"][0][0] == "encoder"
 
 
+@pytest.mark.slow
 def test_whatever_changes_is_read_again(run, opened):
     analyze_open([run])
     segment = run / "traces" / "rank-00000" / "segment-00001.parquet"
@@ -52,6 +53,7 @@ def test_what_cannot_be_analysed_is_not_kept(run, opened):
     assert not list(cache.cache_folder().glob("*"))
 
 
+@pytest.mark.slow
 def test_what_is_damaged_is_found_again(run, opened):
     first, _ = analyze_open([run])
     (kept,) = cache.cache_folder().glob("*.json")

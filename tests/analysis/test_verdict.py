@@ -50,6 +50,7 @@ def test_slow_links_are_told_by_the_profile_though_all_are_alike(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_a_rank_that_waits_for_a_core_is_no_slow_link(tmp_path):
     late = {"late_ms": 40.0}
     synthetic.write(tmp_path / "devices", synthetic.Synthetic(**late))
@@ -95,6 +96,7 @@ def test_steps_longer_than_predicted_are_reported_also_on_shared_cores(tmp_path,
         assert found.next_command.startswith("disttrain plan" if cores else "disttrain profile")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cores", first_fast([True, False]))
 def test_waits_for_cores_are_the_reason_where_the_kernel_counted_them(tmp_path, cores):
     device = {"device": "cpu", "cores": 64, "peak_tflops": 1.2} if cores else {}
@@ -110,6 +112,7 @@ def test_waits_for_cores_are_the_reason_where_the_kernel_counted_them(tmp_path, 
     assert ("profile is wrong" in none.headline) == (not cores)
 
 
+@pytest.mark.slow
 def test_a_host_too_busy_to_rehearse_is_no_slow_link(tmp_path):
     late = {"late_ms": 40.0, "emulated": True}
     synthetic.write(tmp_path / "busy", synthetic.Synthetic(**late))
@@ -196,6 +199,7 @@ def test_a_device_alone_in_its_stage_is_compared_with_itself(tmp_path, mhz, prof
     assert clock.reasons == ("thermal limit",) and not others
 
 
+@pytest.mark.slow
 def test_where_all_are_slow_their_clocks_are_named(tmp_path):
     slow = dict.fromkeys(("encoder", "llm", "generator"), 1.2)
     for name, mhz in (("hot", 1300), ("else", 1700)):

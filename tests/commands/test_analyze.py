@@ -160,6 +160,7 @@ def test_fail_if_is_exit_5_and_keeps_stdout_one_document(run_dir, capsys):
     assert call([run_dir, "--fail-if", "nonsense"], capsys)[0] == 2
 
 
+@pytest.mark.slow
 def test_compare_and_html(run_dir, tmp_path, capsys):
     page = tmp_path / "page.html"
     code, out, _ = call([run_dir / "traces", "--compare", run_dir, "--html", page], capsys)
@@ -187,6 +188,7 @@ def test_without_a_path_the_run_of_the_run_file_here_is_taken(
     assert code == 0 and out.splitlines()[-1].split() == ["Report", "runs/tiny/report.html"]
 
 
+@pytest.mark.slow
 def test_analyze_loads_no_torch(run_dir):
     code = (
         "import sys\nfrom disttrain_cli.app import main\ntry:\n    main(['analyze', sys.argv[1],"

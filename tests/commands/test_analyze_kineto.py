@@ -23,6 +23,7 @@ def slow_rank(tmp_path):
     return tmp_path / "traces of; job"
 
 
+@pytest.mark.slow
 def test_the_verdict_the_tables_and_the_next_command(slow_rank, capsys):
     code, out, err = call([slow_rank], capsys)
     assert code == 0 and out.startswith(
@@ -43,6 +44,7 @@ def test_the_verdict_the_tables_and_the_next_command(slow_rank, capsys):
     assert "not computing" in out and "bubble" not in out  # nothing names a pipeline
 
 
+@pytest.mark.slow
 def test_json_sql_fail_if_and_compare(slow_rank, tmp_path, capsys):
     traces.job(tmp_path / "before", [[620] * 12] * 4, compute=[600] * 4)
     code, out, _ = call(
@@ -101,6 +103,7 @@ def test_a_file_that_is_no_trace_is_an_error_of_the_user(tmp_path, capsys):
     assert code == 1 and "x.json contains no traceEvents" in err
 
 
+@pytest.mark.slow
 def test_a_page_for_such_traces(slow_rank, tmp_path, capsys):
     page = tmp_path / "page.html"
     assert call([slow_rank, "--html", page], capsys)[0] == 0

@@ -38,6 +38,7 @@ assert not {"torch", "transformers", "duckdb", "pydantic", "numpy", "typer"} & s
         disttrain_cli.fly  # noqa: B018
 
 
+@pytest.mark.slow
 def test_a_plan_is_explained_written_and_compared_with_the_one_before(run_folder, capfd):
     first = plan(run_folder, sensitivity=False)
     assert first.plan == read_plan(first.path) and first.picture.exists()
@@ -49,6 +50,7 @@ def test_a_plan_is_explained_written_and_compared_with_the_one_before(run_folder
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.slow
 def test_epochs_are_steps_of_the_profiled_data(run_folder):
     """Rounded up to whole steps, and said in words where the run file gives steps."""
     path = run_folder / "disttrain.yaml"
@@ -131,6 +133,7 @@ class Started(Exception):
     """The ranks would start now."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("profiled", first_fast([True, False]))
 def test_training_makes_the_profile_and_the_plan_that_a_run_of_this_machine_lacks(
     run_folder, monkeypatch, profiled
@@ -251,6 +254,7 @@ def suggestions():
                 yield path.name, node.func.id, node.args[0].value, [k.arg for k in node.keywords]
 
 
+@pytest.mark.slow
 def test_every_suggestion_is_a_function_and_a_command_line():
     """Names of functions and arguments are those of the API, and their options exist."""
     found = list(suggestions())

@@ -163,6 +163,7 @@ def test_a_full_disk_under_the_output_is_said_without_a_traceback(words):
     assert "Traceback" not in done.stderr and "Exception" not in done.stderr
 
 
+@pytest.mark.slow
 def test_letters_that_stdout_lacks_are_no_bug(tmp_path):
     (tmp_path / "Übung.yaml").write_text("name: [1")
     plain = os.environ | {"PYTHONIOENCODING": "ascii"}

@@ -63,6 +63,7 @@ def test_wrong_usage(words, named, capsys):
     assert left.value.code == 2 and named in said and "Next: disttrain data" in said
 
 
+@pytest.mark.slow
 def test_no_torch_is_loaded():
     code = (
         "import sys, disttrain_cli.commands.data, disttrain_cli.data.serving.process,"
@@ -105,6 +106,7 @@ def check(capsys, *words):
     return left.value.code, shown.out, shown.err
 
 
+@pytest.mark.slow
 def test_a_check_lists_every_sample_with_its_reason_and_leaves_it_out(damaged_folder, capsys):
     code, out, err = check(capsys, damaged_folder)
     assert code == 0 and "data/captions/0.tar/03" in out and "data/captions/0.tar/05" in out

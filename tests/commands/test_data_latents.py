@@ -36,6 +36,7 @@ def said(capsys, *words):
     return json.loads(out)
 
 
+@pytest.mark.slow
 def test_latents_are_prepared_and_the_bytes_of_each_are_told(demo, capsys):
     code, out, err = call(["data", "latents"], capsys)
     assert code == 0 and "512 bytes each" in out and "Next: disttrain profile" in err

@@ -80,6 +80,7 @@ def test_small_shared_memory_and_few_files_are_advice(call, monkeypatch):
     assert code == 0 and "--shm-size" in out and "ulimit -n 65536" in out
 
 
+@pytest.mark.slow
 def test_torch_is_asked_in_a_process_of_its_own():
     assert set(environment._torch()) == set(TORCH)
 

@@ -174,6 +174,7 @@ def test_a_compiler_that_fails(
     assert not list((tmp_path / "disttrain").iterdir())
 
 
+@pytest.mark.slow
 def test_folders_that_cannot_be_written(
     planned: Path, capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

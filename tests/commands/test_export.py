@@ -15,6 +15,7 @@ def disttrain(*words):
     return left.value.code
 
 
+@pytest.mark.slow
 def test_one_json_document_a_table_and_the_path(tmp_path, monkeypatch, capsys):
     run = written_run(tmp_path)
     trained(run, 3)

@@ -84,6 +84,7 @@ def call_any(words, capsys):
     return left.value.code, shown.out, shown.err
 
 
+@pytest.mark.slow
 def test_analyze_names_the_traces_and_the_run_file_beside_them(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     run = tmp_path / "my demo" / "runs" / "one"

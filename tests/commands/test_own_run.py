@@ -62,6 +62,7 @@ def made(tmp_path_factory):
     return root
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "data"),
     first_fast(
@@ -93,6 +94,7 @@ def test_a_run_file_for_what_is_there(made, tmp_path, capsys, monkeypatch, model
     assert code == 1 and "disttrain.yaml exists" in err
 
 
+@pytest.mark.slow
 def test_a_family_of_the_library_answers_about_images(made, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(made)
     library_models.write(tmp_path / "model", "deepseek_vl")
@@ -113,6 +115,7 @@ def test_paths_in_the_working_folder_stay_relative(made, tmp_path, capsys, monke
     assert file.model.folder == "my model" and file.data.sources[0].path == "pairs.tar"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", first_fast(["no", "2026-11-27", "new\nline \x85", 'a, {b}: #c \'s "日本"'])
 )

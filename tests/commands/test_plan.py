@@ -28,6 +28,7 @@ def call(words, capsys):
     return left.value.code, shown.out, shown.err
 
 
+@pytest.mark.slow
 def test_plan_shows_layout_prediction_memory_and_baselines(run_folder, capsys, monkeypatch):
     monkeypatch.chdir(run_folder)
     code, out, err = call(["plan", "--top", 2], capsys)
@@ -56,6 +57,7 @@ def test_plan_shows_layout_prediction_memory_and_baselines(run_folder, capsys, m
     assert "Wrote runs/tiny/plan.yaml and runs/tiny/plan.svg" in err
 
 
+@pytest.mark.slow
 def test_a_pipe_takes_the_plan_and_nothing_is_written_beside_it(run_folder, capsys):
     pipe, heard = run_folder / "pipe", []
     os.mkfifo(pipe)
@@ -69,12 +71,14 @@ def test_a_pipe_takes_the_plan_and_nothing_is_written_beside_it(run_folder, caps
     assert [path.name for path in run_folder.glob("pipe*")] == ["pipe"]
 
 
+@pytest.mark.slow
 def test_every_strategy_has_the_same_screen(run_folder, capsys):
     code, out, _ = call(["plan", run_folder, "--strategy", "megatron", "--top", 1], capsys)
     assert code == 0 and out.startswith("Plan of megatron on ")
     assert "Comparison with other strategies" in out and "modules" in out
 
 
+@pytest.mark.slow
 def test_json_has_the_promised_keys_and_nothing_else_on_stdout(run_folder, capsys):
     words = [run_folder / "disttrain.yaml", "--out", run_folder / "b.yaml"]
     code, out, err = call(["plan", *words, "--json"], capsys)
@@ -123,6 +127,7 @@ def test_json_has_the_promised_keys_and_nothing_else_on_stdout(run_folder, capsy
     assert document["not_run"] == [] and document["changes"] is None
 
 
+@pytest.mark.slow
 def test_quiet_prints_the_path_only_and_gpus_bounds_the_devices(run_folder, capsys):
     path = run_folder / "other.yaml"
     words = ["plan", run_folder, "--quiet", "--gpus", 1, "--out", path]
@@ -235,12 +240,14 @@ def slow_llm(profile):
                 shard[times] = {name: 4 * value for name, value in shard[times].items()}
 
 
+@pytest.mark.slow
 def test_planning_again_says_that_the_plan_in_place_is_still_good(planned, capsys):
     code, out, err = call(["plan", planned, "--strategy", "disaggregated", "--top", 0], capsys)
     assert code == 0 and "Not compared" not in err
     assert "The plan in place is still good: this one is the same" in out
 
 
+@pytest.mark.slow
 def test_a_moved_profile_shows_what_the_new_plan_changes_and_its_gain(planned, capsys):
     first = read_plan(planned / "runs" / "tiny" / "plan.yaml").model_dump()
     edit_profile(planned, slow_llm)
@@ -267,6 +274,7 @@ def test_a_moved_profile_shows_what_the_new_plan_changes_and_its_gain(planned, c
     )
 
 
+@pytest.mark.slow
 def test_a_plan_in_place_that_fits_no_more_is_said_to(planned, capsys):
     code, out, _ = call(["plan", planned, "--strategy", "disaggregated", "--gpus", 3], capsys)
     assert (
@@ -349,6 +357,7 @@ def test_a_profile_of_another_device_is_refused_by_name(run_folder, capsys, devi
     assert call(plan, capsys)[0] == 0
 
 
+@pytest.mark.slow
 def test_a_plan_says_what_is_trained(run_folder, capsys):
     edit_run(run_folder, "  loss_weights:", "  trained: [llm]\n  loss_weights:")
     edit_profile(run_folder, lambda profile: None)
@@ -415,6 +424,7 @@ def test_dry_run_shows_every_rank_and_starts_nothing(planned, capsys):
     assert not (planned / "runs" / "tiny" / "traces").exists()
 
 
+@pytest.mark.slow
 def test_plan_loads_no_torch(run_folder):
     code = (
         "import sys\nfrom disttrain_cli.app import main\ntry:\n    main(['plan', sys.argv[1],"
@@ -437,6 +447,7 @@ def test_what_is_read_is_not_written_over(run_folder, capsys, own):
     assert (run_folder / own).read_bytes() == before
 
 
+@pytest.mark.slow
 def test_the_phase_that_is_priced_is_named(run_folder, capsys):
     path = run_folder / "runs" / "tiny" / "profile.json"
     profile = json.loads(path.read_text())

@@ -45,6 +45,7 @@ def test_help_lists_the_catalogue():
     assert CATALOGUE.split(", ") == list(catalogue().devices)
 
 
+@pytest.mark.slow
 def test_tables_and_where_the_figures_are_from(folder, capsys):
     code, out, err = call(["profile"], capsys)
     assert code == 0 and (folder / "runs" / "tiny" / "profile.json").is_file()
@@ -88,6 +89,7 @@ def test_what_was_measured_and_spent_is_said(folder, capsys):
         ) in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_json_has_the_promised_keys(folder, capsys):
     value = yaml.safe_load((folder / "disttrain.yaml").read_text())
     del value["model"]["modules"]["image_generator"]
@@ -128,6 +130,7 @@ def indexed(folder):
     return folder
 
 
+@pytest.mark.slow
 def test_the_data_are_summed_up_and_changes_refused_until_told_otherwise(indexed, capsys):
     code, out, err = call(["profile"], capsys)
     assert code == 0, err

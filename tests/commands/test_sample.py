@@ -52,6 +52,7 @@ def said(capsys, *words):
     return json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.slow
 def test_images_and_texts_of_every_prompt_after_every_image(
     tmp_path, capsys, monkeypatch, pictures
 ):
@@ -187,6 +188,7 @@ def test_another_model_and_no_checkpoint_are_refused(tmp_path, capsys):
     assert "disttrain train" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_judge_of_the_run_says_what_it_sees(tmp_path, capsys):
     pytest.importorskip("sklearn")
     written_run(tmp_path / "run", "llm", "image_generator", judge="digits")

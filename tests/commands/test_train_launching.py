@@ -172,6 +172,7 @@ def test_scripts_are_written_and_named(
     assert code == 2 and "torchrun" in err
 
 
+@pytest.mark.slow
 def test_a_job_that_cannot_start_is_refused_before_anything_is_imported(planned: Path) -> None:
     """Errors come within a second: torch, numpy and what reads data are not loaded for them."""
     command = ["train", str(planned / "disttrain.yaml"), "--emit", "slurm"]

@@ -74,6 +74,7 @@ def test_a_run_that_is_over_is_looked_at_once(runs, capsys, once):
     assert ("Watching" in err) == (not once)
 
 
+@pytest.mark.slow
 def test_lines_of_json_are_for_programs_and_for_the_log(runs, capsys):
     code, out, _ = call([runs / "slow", "--json"], capsys)
     (row,) = map(json.loads, out.splitlines())
@@ -98,6 +99,7 @@ def test_a_job_that_hung_is_said_with_its_dumps(runs, tmp_path, capsys):
     assert "disttrain analyze" in err and "flight-recorder" in err
 
 
+@pytest.mark.slow
 def test_a_condition_that_holds_is_an_exit_code(runs, capsys):
     condition = ["--fail-if", "verdict.cause == worker and verdict.lost_s > 0.01"]
     code, out, err = call([runs / "slow", "--once", *condition], capsys)

@@ -51,6 +51,7 @@ def test_inputs_of_a_slot_stay_where_layers_compute_again(
     assert after - before == pytest.approx(times * 700 * encoder.max_work_per_sequence.tokens)
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(st.integers(0, 9), st.integers(1, 40), st.integers(1, 8), st.integers(1, 24))
 def test_a_replica_has_whole_images_of_one_size(mean: int, more: int, slot: int, dp: int) -> None:

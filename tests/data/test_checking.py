@@ -86,6 +86,7 @@ ONE_REPLICA = MONOLITHIC.model_copy(
 )
 
 
+@pytest.mark.slow
 def test_a_sample_with_a_broken_image_is_left_out_of_both_losses_and_named_once(
     own_run: MakeRun,
 ) -> None:
@@ -99,6 +100,7 @@ def test_a_sample_with_a_broken_image_is_left_out_of_both_losses_and_named_once(
     assert all(labels == 5 and weight == 1 for key, labels, weight in seen if key not in "35")
 
 
+@pytest.mark.slow
 def test_who_prepares_labels_leaves_out_what_another_decodes(own_run: MakeRun) -> None:
     """No rank asks another one: labels, weights and pixels prepared apart are those prepared
     together."""
@@ -148,6 +150,7 @@ def test_what_was_decoded_for_its_pixels_is_not_decoded_again_for_its_labels(
     preparer.close()
 
 
+@pytest.mark.slow
 def test_what_a_check_left_out_is_in_no_sequence_and_the_rest_is_not_decoded_twice(
     own_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -117,6 +117,7 @@ def compared(shard: Shard, room: Any, name: str, plain: Any) -> list[Any]:
     return kinds
 
 
+@pytest.mark.slow
 @PROPERTY
 @given(records=st.lists(RECORD, max_size=6), lines=st.booleans())
 def test_conversations(folder: Path, records: list[Any], lines: bool) -> None:

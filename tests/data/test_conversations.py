@@ -189,6 +189,7 @@ def test_without_a_template_every_form_is_written_as_before(tmp_path: Path, form
     )
 
 
+@pytest.mark.slow
 def test_an_index_of_another_template_is_not_used(tmp_path: Path) -> None:
     run, index, _ = made(tmp_path, "json")
     path = tmp_path / "tokens" / "chat_template.jinja"
@@ -198,6 +199,7 @@ def test_an_index_of_another_template_is_not_used(tmp_path: Path) -> None:
     assert build_index(run, WIDE).fingerprint != index.fingerprint
 
 
+@pytest.mark.slow
 def test_templates_that_end_no_answer_are_named(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "tokens", "vision")
     run = make_run(tmp_path, [{"path": "chats"}], tokenizer=str(folder))
@@ -208,6 +210,7 @@ def test_templates_that_end_no_answer_are_named(tmp_path: Path) -> None:
     assert "does not end answers with a special token" in doubtful_template(run)[0]
 
 
+@pytest.mark.slow
 def test_a_whole_model_without_a_template_is_named(tmp_path: Path) -> None:
     write_llava(tmp_path / "llava")
     (tmp_path / "llava" / "chat_template.jinja").unlink(missing_ok=True)

@@ -108,6 +108,7 @@ def test_ids_labels_and_positions_are_those_of_transformers(tmp_path: Path, fami
     assert seen == index.tokens[index.frames > 0].sum() > 0
 
 
+@pytest.mark.slow
 def test_a_template_that_writes_images_before_videos_is_not_taken_for_another(
     tmp_path: Path,
 ) -> None:
@@ -131,6 +132,7 @@ def test_a_template_that_writes_images_before_videos_is_not_taken_for_another(
         tokenizer.chat.written([Turn("user", [f"{FILM}{MARK}What?"], []), answer])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("orientation", first_fast([3, 5, 6]))
 def test_turned_films_are_upright_in_index_and_items(tmp_path: Path, orientation: int) -> None:
     write_folder(tmp_path / "given", "qwen2_5_vl")

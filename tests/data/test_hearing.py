@@ -115,6 +115,7 @@ def test_every_clip_of_a_slot_has_one_replica_of_each_unit_that_works_on_it(
                 assert slot.work("ear", items) == EAR.work(len(own[replica]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", first_fast(LAYOUTS), ids=lambda layout: layout.describe())
 def test_features_and_places_belong_together(heard: tuple[Run, Index], layout: Any) -> None:
     run, index = heard
@@ -171,6 +172,7 @@ def test_features_and_places_belong_together(heard: tuple[Run, Index], layout: A
     assert seen == len(stream.items["audio"].segment)
 
 
+@pytest.mark.slow
 def test_broken_clips_are_silent_and_named(own_run: MakeRun) -> None:
     whole = sound("flac")
     content = [

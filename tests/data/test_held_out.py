@@ -162,6 +162,7 @@ def held(index: Index) -> set[tuple[int, str, str]]:
     }
 
 
+@pytest.mark.slow
 def test_the_choice_stays_where_shards_sources_and_folders_change(tmp_path: Path) -> None:
     write_shards(tmp_path / "data", "rows")
     before = held(build_index(make_run(tmp_path, [{"path": "data"}], held_out=0.3), INPUTS))
@@ -173,6 +174,7 @@ def test_the_choice_stays_where_shards_sources_and_folders_change(tmp_path: Path
     assert before == {one for one in after if one[0] == 0 and one[1] != "0.parquet"}
 
 
+@pytest.mark.slow
 def test_a_file_of_two_sources_is_held_out_of_both(tmp_path: Path) -> None:
     write_shards(tmp_path / "data", "rows")
     os.symlink(tmp_path / "data" / "003.parquet", tmp_path / "linked.parquet")

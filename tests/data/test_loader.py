@@ -262,6 +262,7 @@ def test_images_and_noise_are_the_same_in_every_layout(run: Run, index: Index) -
     assert len(set(seeds)) == len(seeds) and min(seeds) >= 0
 
 
+@pytest.mark.slow
 def test_noise_changes_with_the_step(own_run: MakeRun) -> None:
     run = own_run(
         {

@@ -152,6 +152,7 @@ def told(processor: Any, sizes: list[tuple[int, int]]) -> dict[str, Any]:
     return dict(made)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "form"),
     first_fast(
@@ -182,6 +183,7 @@ def test_ids_masks_and_tiles_are_those_of_the_processor(
     assert seen == len(SIZES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", first_fast(FAMILIES))
 def test_every_layout_is_given_the_processors_tiles(tmp_path: Path, family: str) -> None:
     """Those of one file may go to several replicas; rows hold the placeholder."""
@@ -270,6 +272,7 @@ def test_outside_of_templates_the_texts_around_parts_are_segments(
     assert around.any() != ("llava" in family) and not index.trained[around].any()
 
 
+@pytest.mark.slow
 def test_a_file_is_decoded_once_for_all_its_parts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -289,6 +292,7 @@ def test_a_file_is_decoded_once_for_all_its_parts(
     assert (index.part[decoded] == 0).all() and (index.kinds[decoded] == IMAGE).all()
 
 
+@pytest.mark.slow
 def test_a_broken_file_is_blank_in_all_its_parts_and_mutes_its_sample(tmp_path: Path) -> None:
     written(tmp_path / "words", FAMILIES["idefics3"][0]())
     broken, whole = damaged(encoded(60, 40)), encoded(60, 40)

@@ -112,6 +112,7 @@ def test_a_shard_that_disappears_is_named(
         assert "disttrain_cli.profile" in caught.value.next_step
 
 
+@pytest.mark.slow
 @given(
     st.lists(
         st.lists(st.tuples(st.booleans(), st.integers(0, 9)), min_size=1, max_size=4),

@@ -86,6 +86,7 @@ def test_text_before_a_target_names_the_digit(folder: Path) -> None:
     assert before and all(any(value.endswith(f" {word}.") for word in WORDS) for value in before)
 
 
+@pytest.mark.slow
 def test_same_seed_same_bytes(folder: Path, tmp_path: Path) -> None:
     write_sample_data(tmp_path / "again")
     write_sample_data(tmp_path / "other", seed=1)
@@ -99,6 +100,7 @@ def test_missing_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert "pip install 'scikit-learn>=1.5'" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_conversations_show_every_scan_once_and_fit_the_small_families(tmp_path: Path) -> None:
     assert write_sample_talks(tmp_path) == ["talks"]
     messages, pictures = [], 0

@@ -60,6 +60,7 @@ def check_words(tokens: TokenizerProtocol) -> None:
     assert tokens.fingerprint != "bytes"
 
 
+@pytest.mark.slow
 def test_local_folder(tmp_path: Path) -> None:
     write_folder(tmp_path / "tok")
     check_words(read_tokenizer(make_run(tmp_path, tokenizer="tok")))
@@ -71,6 +72,7 @@ def test_a_folder_that_transformers_saved(tmp_path: Path) -> None:
     check_words(read_tokenizer(make_run(tmp_path, tokenizer="tok")))
 
 
+@pytest.mark.slow
 def test_tokenizing_needs_no_torch(tmp_path: Path) -> None:
     write_folder(tmp_path / "tok")
     code = (
@@ -85,6 +87,7 @@ def test_tokenizing_needs_no_torch(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_missing_and_broken_folder(tmp_path: Path) -> None:
     for name in ("./nowhere", "no/such/folder", "/nowhere", "a/../b", "~/x"):
         with pytest.raises(SpecError, match="no tokenizer folder"):
@@ -122,6 +125,7 @@ def test_a_name_is_looked_up_in_the_cache(tmp_path: Path, cache: Path, name: str
     check_words(read_tokenizer(make_run(tmp_path, tokenizer=name)))
 
 
+@pytest.mark.slow
 def test_only_the_files_that_are_read_make_the_fingerprint(tmp_path: Path, cache: Path) -> None:
     """So that machines which fetched more or less of a repository agree, and code in it does not
     matter."""

@@ -236,6 +236,7 @@ def test_a_template_is_taken_from_where_transformers_takes_it(
         assert (chat._template.render([]) if chat else "") == expected[processor]
 
 
+@pytest.mark.slow
 def test_a_process_of_its_own_says_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -110,6 +110,7 @@ FORMS: dict[str, Callable[[Path], None]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("template", first_fast(["vision", "headers", ""]))
 def test_all_forms_mean_the_same(tmp_path: Path, template: str) -> None:
     tokens = str(write_folder(tmp_path / "tokens", template)) if template else "bytes"

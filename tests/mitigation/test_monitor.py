@@ -90,6 +90,7 @@ def test_a_monitor_that_is_killed_is_reported_and_started_again(runs, monkeypatc
     assert not second.is_running()
 
 
+@pytest.mark.slow
 def test_a_monitor_ends_with_the_process_that_started_it(runs):
     code = (
         "import sys, time; from pathlib import Path\n"

@@ -115,6 +115,7 @@ def test_on_one_node_the_device_is_left_out(tmp_path: Path) -> None:
     assert made.goes_with(3) == range(3, 4)
 
 
+@pytest.mark.slow
 def test_other_verdicts_change_nothing(tmp_path: Path) -> None:
     run, planned = job(tmp_path)
     said: list[str] = []
@@ -139,6 +140,7 @@ def test_a_plan_that_gains_too_little_is_only_told(tmp_path: Path) -> None:
     assert not made.ready() and said[0].endswith("Training continues unchanged.")
 
 
+@pytest.mark.slow
 def test_no_plan_on_what_is_left_is_said_and_nothing_changes(tmp_path: Path) -> None:
     run, planned = job(tmp_path, nodes=1)
     said: list[str] = []

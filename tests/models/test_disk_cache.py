@@ -96,6 +96,7 @@ def test_the_least_recently_used_files_are_removed(folder, monkeypatch):
     assert asked("a") == (flops("a"), True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("function", "given", "named"),
     first_fast(

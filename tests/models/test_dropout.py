@@ -126,6 +126,7 @@ def test_a_vits_block_drops_the_same_of_an_image_alone_and_among_others(make_run
     assert not torch.allclose(block.eval()(state, both)["image_hidden"], whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "change"),
     first_fast(

@@ -57,6 +57,7 @@ def test_polynomials_hold_at_other_sizes_and_by_hand(make_run):
     )
 
 
+@pytest.mark.slow
 def test_flops_of_a_patch_need_not_be_whole(make_run):
     """A block of 5 × 5 patches goes through the projector once."""
     run = make_run(image_encoder={"merge": 5})
@@ -151,6 +152,7 @@ def forward_tflop(makers, batch):
 START: dict[str, torch.Tensor] = {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("side", "expected"), first_fast([(224, 0.3346), (448, 1.463), (504, 1.910), (1022, 11.37)])
 )
@@ -174,6 +176,7 @@ def test_vit_huge(side, expected):
     ) == pytest.approx(expected, rel=5e-4)
 
 
+@pytest.mark.slow
 def test_whisper_large_v3():
     """By hand for a clip's 1500 positions: 12·D² weights and 4·1500·D of attention per layer, two
     convolutions."""
@@ -218,6 +221,7 @@ def test_one_llama_layer_at_8192_tokens(monkeypatch, width, ffn, heads, kv_heads
     assert forward_tflop([block], batch) == pytest.approx(expected, abs=5e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "expected"), first_fast([(64, 0.804), (128, 4.675)]))
 def test_stable_diffusion_2_1_unet(monkeypatch, size, expected):
     from disttrain_cli.models.configs import known_fields

@@ -225,6 +225,7 @@ def test_messages_are_those_of_a_process_group(make_run, group, name, overlap): 
     assert seen > 20
 
 
+@pytest.mark.slow
 def test_a_cp_group_gathers_keys_and_values_as_priced(make_run):  # type: ignore[no-untyped-def]
     """One message forward, one with their gradients, of all rows; another where it recomputes."""
     run = qwen_run(make_run, "qwen3_vl")

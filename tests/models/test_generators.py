@@ -334,6 +334,7 @@ def drawn_sigmas(count=20_000, **noise):
     return (drawn + 0.5) / schedule.timesteps
 
 
+@pytest.mark.slow
 def test_timesteps_have_the_densities_of_the_paper():
     """arXiv 2403.03206, section 3.1, by the shares of timesteps below some of them."""
     at = torch.tensor([0.1, 0.25, 0.5, 0.75, 0.9])

@@ -85,6 +85,7 @@ def test_building_leaves_the_random_state_alone(make_run):
     assert torch.equal(before, torch.random.get_rng_state())
 
 
+@pytest.mark.slow
 def test_only_live_tensors_need_to_cross_a_cut(make_run):
     run = make_run()
     table, inputs = layer_table(run), describe(run)

@@ -182,6 +182,7 @@ def test_the_head_is_the_embedding_where_the_class_says_so(
         load_into(layers, run)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("differs", first_fast([True, False]))
 def test_a_head_of_its_own_is_not_tied_by_a_default(tmp_path: Path, differs: bool) -> None:
     """As transformers does: InternVL3-8B has a head, and its configuration does not say so."""

@@ -180,6 +180,7 @@ def _patches(batch):
     return torch.cat(patches), torch.tensor(grids)
 
 
+@pytest.mark.slow
 def test_adapters_start_the_same_over_any_group_and_leave_the_rest_as_it_was(make_run):
     lora = {"target_modules": "all-linear"}
     vocabulary = {"config": {"vocab_size": 264}}
@@ -354,6 +355,7 @@ def test_dropout_equals_pefts_with_the_same_masks(make_run, tower, name):
     assert (plain - dropped).abs().max() > 1e-3
 
 
+@pytest.mark.slow
 def test_gradients_of_adapters_are_not_put_off(make_run):
     """Their products are small, what they would keep is not."""
     plain, run = make_run(), make_run(llm={"lora": LLM})

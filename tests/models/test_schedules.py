@@ -186,6 +186,7 @@ def test_images_are_drawn_of_noise_alone(prediction: Any, count: int) -> None:
     torch.testing.assert_close(sample, clean, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_an_export_has_the_schedule_of_its_folder(write: Write, tmp_path: Path) -> None:
     """Whole, with fields that only say how images are drawn; and what the run file changed."""
     fields = SHORT | {

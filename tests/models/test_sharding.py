@@ -124,6 +124,7 @@ def test_vocabulary_shards_add_up_to_the_embedding_and_the_logits(make_run):
     torch.testing.assert_close(logits, head.lm_head(head.norm(state["hidden"])))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on_meta", first_fast([True, False]))
 def test_shards_of_every_layer_run_forward_and_backward_at_any_tp(make_run, on_meta):
     """The matmul FLOPs of what is divided are 1/TP of the whole layer's, and labels of all ids are

@@ -44,6 +44,7 @@ def through(layers, batch, state):
     return state
 
 
+@pytest.mark.slow
 def test_the_encoder_stands_at_the_generators_entry_and_is_frozen(run):
     target = describe(run).target
     assert (target.size_px, target.channels, target.latent_pixels, target.shape) == (
@@ -121,6 +122,7 @@ def test_bf16_runs(run):
     state["loss/image"].backward()
 
 
+@pytest.mark.slow
 def test_cached_latents_need_no_encoder(make_run, run):
     cached = make_run(image_generator={**GENERATOR, "cached_latents": True})
     target = describe(cached).target

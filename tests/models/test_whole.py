@@ -138,6 +138,7 @@ def _pixels(batch):
     return batch.of("image").values[0]
 
 
+@pytest.mark.slow
 def test_a_folder_saved_by_an_older_library_is_read_too(tmp_path):
     """Names as llava-hf's folders have them, in several files with an index."""
     write_llava(tmp_path / "llava")

@@ -91,6 +91,7 @@ def test_the_same_profile_twice_leaves_the_plan_in_place(made: Made) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_a_slower_llm_takes_devices_and_the_gain_is_the_simulators(made: Made) -> None:
     run, profile, old = made
     moved = slower(profile, "llm", 3.0)
@@ -160,6 +161,7 @@ def _less_memory(run: RunFile, profile: Profile, old: Plan) -> tuple[RunFile, Pr
     )
 
 
+@pytest.mark.slow
 def test_every_difference_is_named(made: Made) -> None:
     layout = made[2].plan
     encoder, llm, generator = layout.units
@@ -221,6 +223,7 @@ def test_plans_of_other_work_are_not_compared(made: Made) -> None:
     assert not_comparable(old, moved) is None
 
 
+@pytest.mark.slow
 def test_a_plan_edited_by_hand_is_not_compared_with_its_old_prediction(made: Made) -> None:
     run, profile, plan = made
     unit = next(n for n, one in enumerate(plan.plan.units) if one.name == "llm")

@@ -42,6 +42,7 @@ def test_only_rows_with_enough_dominators_go(seed: int, top: int, columns: int, 
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("factor", "memory_gib", "sound"),
     first_fast([(0.0, 4.0, False), (0.0, 0.03, True), (0.05, 4.0, True)]),

@@ -58,6 +58,7 @@ def test_parts_of_the_time_add_up_to_the_step(made: Made) -> None:
     assert why.sentences[0].startswith("Time") and "steady" in why.sentences[0]
 
 
+@pytest.mark.slow
 def test_a_step_with_experts_over_ranks_has_its_skew_and_its_balance(made: Made) -> None:
     run = synthetic.run_file(batch=over(4).global_batch_size, gpus=16)
     profile = with_experts(synthetic.tiny(run, kind="cuda"))
@@ -154,6 +155,7 @@ def test_ratios_are_per_gpu_given_and_used(made: Made) -> None:
         )
 
 
+@pytest.mark.slow
 def test_other_strategies_are_explained() -> None:
     run = synthetic.run_file(batch=24, gpus=6)
     plan, why = explained(run, synthetic.tiny(run, kind="cuda"), strategy="megatron", top=1)

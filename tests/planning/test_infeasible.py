@@ -17,6 +17,7 @@ from tests.planning import synthetic
 from tests.planning.test_search import small_profiles
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(small_profiles())
 def test_something_fits_where_the_search_finds_something(case: tuple[Profile, Cluster]) -> None:

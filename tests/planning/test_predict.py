@@ -200,6 +200,7 @@ def test_flops_are_those_of_the_data(case: tuple[Profile, list[Unit], Cluster]) 
     )
 
 
+@pytest.mark.slow
 def test_frozen_and_recomputed_layers_change_backwards_only(
     case: tuple[Profile, list[Unit], Cluster],
 ) -> None:
@@ -279,6 +280,7 @@ def test_end_of_the_step(case: tuple[Profile, list[Unit], Cluster]) -> None:
     assert faster_zero(instant, dataclasses.replace(cluster, memory_gib=0.001), one).zero_stage == 1
 
 
+@pytest.mark.slow
 def test_traffic_counts_every_byte(case: tuple[Profile, list[Unit], Cluster]) -> None:
     profile, units, cluster = case
     plan = three(2, 2, 1, tp=2)
@@ -514,6 +516,7 @@ def test_finalists_are_of_several_kinds() -> None:
     assert diverse(["a1", "b1"], lambda name: name[0], 4) == ["a1", "b1"]
 
 
+@pytest.mark.slow
 def test_the_plan_is_near_the_best_of_all_layouts_in_the_simulator() -> None:
     """Slow links between nodes of two: what the formula leaves out, the reduction of gradients,
     decides."""

@@ -228,6 +228,7 @@ def test_search_of_any_grouping_equals_brute_force(
     check_against_brute_force(groups[place % len(groups)])
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(small_profiles(long=True))
 def test_search_of_few_long_sequences_equals_brute_force(case: tuple[Profile, Cluster]) -> None:
@@ -281,6 +282,7 @@ def test_search_of_mixtures_of_experts_equals_brute_force(
     check_against_brute_force(groups[place % len(groups)])
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(small_profiles(), st.integers(0, 11))
 def test_no_layout_is_faster_than_the_floors_of_its_slots(

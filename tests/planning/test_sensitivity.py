@@ -158,6 +158,7 @@ def test_images_are_scaled_and_sequences_are_not() -> None:
     assert scale_images(profile, 0.0).modules["image_encoder"].work_per_sequence == Work()
 
 
+@pytest.mark.slow
 def test_sound_stays_where_images_change() -> None:
     profile, cluster = given(gpus=8)
     profile = synthetic.with_audio(profile)

@@ -73,6 +73,7 @@ def test_groups_on_several_nodes_are_whole_nodes() -> None:
         assert groupings(profile, cluster, "disaggregated")[0][1].widths == inside
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("speed", "over"), first_fast([(0.5, True), (1e-3, False)]))
 def test_a_plan_shares_over_nodes_where_that_is_faster(
     speed: float, over: bool, monkeypatch: pytest.MonkeyPatch
@@ -205,6 +206,7 @@ def test_tokens_are_shared_where_that_gains_more_than_prices_are_worth(
     assert chosen_first([shared, slow], 1) == [shared, slow]
 
 
+@pytest.mark.slow
 def test_a_plan_says_what_sharing_gains(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(predict, "SEQUENCES", 4)  # else 256 batches of one
     profile = profile_of()
@@ -223,6 +225,7 @@ def test_a_plan_says_what_sharing_gains(monkeypatch: pytest.MonkeyPatch) -> None
         assert move.gpus_then == tp * move.cp_then * dp * pp
 
 
+@pytest.mark.slow
 def test_a_plan_for_long_sequences_says_why_they_are_not_shared(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -40,6 +40,7 @@ def made() -> tuple[RunFile, Profile, Plan]:
     return run, profile, solve(run, profile, strategy="disaggregated", top=3)
 
 
+@pytest.mark.slow
 def test_plan_of_the_tiny_model(made: tuple[RunFile, Profile, Plan], tmp_path: Path) -> None:
     run, profile, plan = made
     check(plan, run, profile)
@@ -90,6 +91,7 @@ def test_a_plan_says_which_ordering_it_was_predicted_with() -> None:
         )
 
 
+@pytest.mark.slow
 def test_a_baselines_plan_is_runnable(made: tuple[RunFile, Profile, Plan]) -> None:
     run, profile, best = made
     plan = solve(run, profile, strategy="megatron", top=0)
@@ -193,6 +195,7 @@ def test_what_the_policy_of_training_gains_may_change_the_order(
     )
 
 
+@pytest.mark.slow
 def test_one_gpu_gets_one_unit() -> None:
     run = synthetic.run_file(batch=6, gpus=1)
     plan = solve(run, synthetic.tiny(run)).plan
@@ -200,6 +203,7 @@ def test_one_gpu_gets_one_unit() -> None:
     assert plan.gpus_used == 1
 
 
+@pytest.mark.slow
 def test_text_only_data_costs_the_other_units_nothing() -> None:
     run = synthetic.run_file(batch=8, gpus=4)
     profile = synthetic.tiny(run)
@@ -235,6 +239,7 @@ def test_a_cpu_shares_its_cores() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stated", "recomputes"), first_fast([("full", True), ("none", False), ("auto", False)])
 )
@@ -249,6 +254,7 @@ def test_a_cpu_recomputes_where_the_run_file_says_so(stated: str, recomputes: bo
     check(plan, run, profile)
 
 
+@pytest.mark.slow
 def test_memory_failure_names_stage_and_remedy(made: tuple[RunFile, Profile, Plan]) -> None:
     run, _, plan = made
     most = max(stage.peak_gib for stage in plan.predicted.memory)
@@ -262,6 +268,7 @@ def test_memory_failure_names_stage_and_remedy(made: tuple[RunFile, Profile, Pla
     )
 
 
+@pytest.mark.slow
 def test_memory_remedy_is_true() -> None:
     run = synthetic.run_file(batch=4, gpus=3)
     with pytest.raises(InfeasibleError) as caught:
@@ -361,6 +368,7 @@ def test_plans_for_something_else_are_refused(
     assert "f" * 16 in caught.value.why
 
 
+@pytest.mark.slow
 def test_planning_imports_no_torch() -> None:
     code = (
         "import sys, disttrain_cli.planning.solve, disttrain_cli.planning.check,"

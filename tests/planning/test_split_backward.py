@@ -67,6 +67,7 @@ def test_no_delays_are_much_better(profile, cluster, layouts):
         assert timed(profile, cluster, layout, [0, 0])[1] <= best_s * 1.005
 
 
+@pytest.mark.slow
 def test_memory_bounds_the_delays_exactly(profile, cluster, layouts):
     layout = deep(layouts)
     free = most_delays(profile, layout, 1e6)

@@ -136,6 +136,7 @@ def test_it_is_whole_and_says_where_its_figures_are_from(run: Run, profile: Prof
     assert Profile.model_validate_json(profile.model_dump_json()) == profile
 
 
+@pytest.mark.slow
 def test_costs_are_those_of_the_operators_at_any_size(run: Run, profile: Profile) -> None:
     table, inputs, device = layer_table(run), describe(run), lookup("A800")
     for name in (
@@ -211,6 +212,7 @@ def test_shards_do_less_but_not_as_well(profile: Profile) -> None:
             assert shard.frozen_activation_bytes(own) <= shard.activation_bytes(own)
 
 
+@pytest.mark.slow
 def test_other_devices_and_figures(tmp_path: Path, profile: Profile) -> None:
     only_llm = {"llm": MODULES["llm"]}
     with pytest.raises(SpecError, match="X9"):
@@ -281,6 +283,7 @@ def test_divided_blocks_say_what_overlapping_saves(profile: Profile) -> None:
                         assert saved(work) < sent_ms + 12 * 0.02
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "more"),
     first_fast(

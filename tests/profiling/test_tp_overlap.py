@@ -85,6 +85,7 @@ def device(run: Run) -> tuple[Any, ...]:
     return known, "bf16", link_profile(known, run.file.cluster).of(True)
 
 
+@pytest.mark.slow
 def test_overlapped_passes_take_as_long_as_kernels_and_messages_at_least(wide: Run) -> None:
     probes = probes_of(wide, "llm", [1, 2, 4])
     block = next(index for index in probes.layers if probes.table[index].kind == "block")
@@ -120,6 +121,7 @@ def sent_ms(message: Message) -> float:
     return 0.01 + message.bytes / 1.6e8
 
 
+@pytest.mark.slow
 def test_what_is_hidden_is_exact_for_whole_sequences(wide: Run) -> None:
     for tp, kinds in overlap_savings(wide, "llm", [1, 2, 4], *device(wide)).items():
         assert kinds.keys() == {"block"}

@@ -83,6 +83,7 @@ def measure(
     return bench, session, mine
 
 
+@pytest.mark.slow
 @given(
     draws=st.integers(10, 30),
     per_flop_s=st.floats(1e-3, 1.0),

@@ -91,6 +91,7 @@ def fields_of(run: Run) -> set[str]:
     return {field for info in layer_table(run) for field in info.needs}
 
 
+@pytest.mark.slow
 def test_losses_are_those_of_a_forward_pass_and_the_same_every_time(tmp_path: Path) -> None:
     write_sample_data(tmp_path / "data")
     run = write_run(tmp_path, tmp_path / "data", held_out=0.3)

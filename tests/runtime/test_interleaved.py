@@ -122,6 +122,7 @@ def test_rows_of_traces_name_their_stage(runs: dict[str, Any]) -> None:
         assert stages == set(range(rank // 2, 6, 2))
 
 
+@pytest.mark.slow
 def test_messages_of_dry_ranks_pair_in_nccls_order(tmp_path: Path) -> None:
     run = write_model(tmp_path / "model", MODULES, layers={"llm": 10}, tied=True)
     units = {

@@ -121,6 +121,7 @@ def close(found: Any, expected: Any, tolerance: float = 1e-6) -> None:
     )
 
 
+@pytest.mark.slow
 def test_losses_and_parameters_are_those_of_the_run_with_its_vaes(plain: Run, cached: Run) -> None:
     index, made = make_latents(cached, silent)
     assert build_index(plain, describe(plain)).fingerprint == index.fingerprint
@@ -169,6 +170,7 @@ def test_what_generators_read_is_what_their_vaes_would_leave(
     assert compared > 10
 
 
+@pytest.mark.slow
 def test_samples_with_a_broken_image_are_left_out_as_without_the_option(
     plain: Run, cached: Run
 ) -> None:
@@ -190,6 +192,7 @@ def test_samples_with_a_broken_image_are_left_out_as_without_the_option(
         assert (skipped > 0) == (fields != {"labels"})
 
 
+@pytest.mark.slow
 def test_workers_send_the_same_bytes(cached: Run) -> None:
     for precision in ("fp32", "bf16"):
         run = changed(cached, {}, train={"precision": precision, "zero_stage": 1})
@@ -373,6 +376,7 @@ def make_latents_anew(run: Run) -> tuple[Index, list[Made]]:
     return make_latents(run, silent)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("modules", "train", "word"),
     first_fast(
@@ -398,6 +402,7 @@ def test_latents_of_another_run_are_refused_and_what_differs_is_named(
     assert described(other, index)
 
 
+@pytest.mark.slow
 def test_weights_of_a_folder_are_told_apart(cached: Run) -> None:
     from diffusers import AutoencoderKL
 
@@ -412,6 +417,7 @@ def test_weights_of_a_folder_are_told_apart(cached: Run) -> None:
     assert "weights" in caught.value.why and "configuration" not in caught.value.why
 
 
+@pytest.mark.slow
 def test_damaged_latents_are_named_and_made_again(cached: Run) -> None:
     index, _ = make_latents(cached, silent)
     whole, folder = files_of(cached), cached.dir.latents / FIRST

@@ -66,6 +66,7 @@ class PlainLoader:
         return max(now, self.done[number])
 
 
+@pytest.mark.slow
 @settings(max_examples=80, deadline=None)
 @given(fed_steps())
 def test_steps_are_those_of_the_loader_played_event_by_event(steps: list[Pipeline]) -> None:

@@ -50,6 +50,7 @@ def run_by_name(folder, name="org/llava", **model):
     return run_of(folder / "none", {"folder": name, **model})
 
 
+@pytest.mark.slow
 def test_small_files_come_when_the_run_file_is_read_and_weights_when_they_are_needed(
     hub, tmp_path, llava
 ):
@@ -109,6 +110,7 @@ def test_a_revision_is_pinned_and_another_is_not_resumed_from(hub, tmp_path, lla
         check_belongs(newest, model_of(again))
 
 
+@pytest.mark.slow
 def test_an_adapter_names_the_model_and_its_commit(hub, tmp_path):
     lora = {"lora": {"r": 2, "target_modules": ["q_proj"]}}
     run = run_by_name(tmp_path, modules={"llm": lora, "vision": lora})

@@ -17,6 +17,7 @@ from disttrain_cli.errors import UsageError
 COUNT = "SELECT count(*) FROM trace"
 
 
+@pytest.mark.slow
 def test_an_endless_answer_is_refused_and_ctrl_c_ends_an_endless_query(clean, tmp_path):
     with pytest.raises(UsageError, match="too long"):
         ask([clean[0]], "SELECT * FROM range(1000000000)")
@@ -43,6 +44,7 @@ def test_an_endless_answer_is_refused_and_ctrl_c_ends_an_endless_query(clean, tm
     assert done.stdout == "ended\n"
 
 
+@pytest.mark.slow
 def test_views_answer_and_every_column_is_documented(clean):
     views = documented_views("own")
     shown = "SELECT table_name FROM information_schema.tables WHERE table_schema = 'main'"
@@ -176,6 +178,7 @@ def test_the_database_is_prepared_once_whatever_is_asked(run, prepared, monkeypa
     )
 
 
+@pytest.mark.slow
 def test_what_changes_or_is_damaged_is_prepared_again(run, prepared):
     rows = ask([run], COUNT).rows
     (kept,) = cache.cache_folder().glob("*.duckdb")
@@ -194,6 +197,7 @@ def test_without_a_cache_folder_it_answers_and_leaves_nothing(run, monkeypatch, 
     assert ask([run], COUNT).rows[0][0] > 0 and not list((tmp_path / "tmp").iterdir())
 
 
+@pytest.mark.slow
 def test_where_the_cache_cannot_be_written_memory_does(run):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))  # as a full disk

@@ -125,6 +125,7 @@ def test_a_file_that_cannot_be_written_is_an_error_with_a_next_step(clean, tmp_p
         write_chrome_trace(open_database([clean[0]]), tmp_path / "file" / "trace.json")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packed", first_fast([False, True]))
 def test_what_was_written_reads_back_to_the_same_figures(clean, tmp_path, packed):
     out = tmp_path / ("trace.json.gz" if packed else "trace.json")
@@ -162,6 +163,7 @@ def test_a_damaged_file_of_ours_is_said_to_be_one(clean, tmp_path, monkeypatch):
             analyze([out])
 
 
+@pytest.mark.slow
 def test_strange_names_stay_strings_and_the_kineto_reader_takes_the_file(tmp_path, monkeypatch):
     from disttrain_cli.analysis.kineto.database import open_kineto
 

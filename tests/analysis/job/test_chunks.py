@@ -48,6 +48,7 @@ def test_the_replay_is_the_recorded_step(tmp_path: Path, job: tuple[Profile, Lay
     np.testing.assert_allclose(graph.window, expected, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_slow_stage_is_found(tmp_path: Path, job: tuple[Profile, Layout]) -> None:
     simulated.write(tmp_path, *job, STEPS, stretch={(3, True): 1.5, (3, False): 1.5})
     found = analyze([tmp_path])

@@ -75,6 +75,7 @@ def test_full_experts_explain_a_slow_rank_up_to_their_load(waited: float, cause:
     assert [one.cause for one in found] == [cause, "data"]
 
 
+@pytest.mark.slow
 def test_recorded_rows_are_found_by_analyze_watch_and_sql(tmp_path: Path) -> None:
     """Of the measured steps; a router that collapses is a finding of `watch`."""
     spec = Synthetic(steps=10, dp=1, pp=1, slots=2)

@@ -42,6 +42,7 @@ def changed(traces, name: str, change: Column, segments: str = "*.parquet", rank
         pq.write_table(table.set_column(place, name, change(table.column(name))), file)
 
 
+@pytest.mark.slow
 def test_other_types_of_the_same_values_change_nothing(traces):
     before, watched = synthetic.judged(traces), look_once(traces.parent).analysis
     for rank, (name, change) in enumerate(

@@ -83,6 +83,7 @@ def test_on_shared_cores_nothing_is_expected_to_be_hidden(tmp_path, job):
         assert row.predicted == pytest.approx(1e3 * whole_s)
 
 
+@pytest.mark.slow
 def test_slow_reductions_are_communication(tmp_path, job):
     simulated.write(tmp_path, *job, STEPS, slow_reduce=20.0)
     found = synthetic.judged(tmp_path)
@@ -115,6 +116,7 @@ def test_calibrating_takes_no_rest_for_a_message(tmp_path, job):
     assert forward * slots == backward * (slots - 1)
 
 
+@pytest.mark.slow
 def test_a_slow_rank_is_found(tmp_path, job):
     slow = FaultSpec(slow="rank", unit="llm", stage=1, replica=0, factor=1.4)
     simulated.write(tmp_path, *job, STEPS, faults=[slow])

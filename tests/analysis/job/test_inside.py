@@ -96,6 +96,7 @@ def write_profile(
     file.write_bytes(gzip.compress(json.dumps(document).encode()))
 
 
+@pytest.mark.slow
 def test_shares_of_an_operation_by_kind(tmp_path, monkeypatch):
     """On a device, whose passes are in one turn on rank 1 and in three on rank 5."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -129,6 +130,7 @@ def test_shares_of_an_operation_by_kind(tmp_path, monkeypatch):
     assert not any("clock" in warning and "rank" in warning for warning in database.warnings)
 
 
+@pytest.mark.slow
 def test_a_rank_whose_clocks_differ_is_named_and_still_joined(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     truth = synthetic.write(tmp_path / "traces", synthetic.Synthetic())

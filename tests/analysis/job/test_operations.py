@@ -183,6 +183,7 @@ def test_several_modules_on_a_stage_have_a_row_each(tmp_path, small):
     assert all(row.error_pct == pytest.approx(0, abs=1e-3) and row.planned is None for row in rows)
 
 
+@pytest.mark.slow
 def test_recorded_steps_are_simulated_as_they_were(tmp_path, small):
     layout = simulated.layout_of(
         small,
@@ -227,6 +228,7 @@ def test_a_layout_that_the_profile_does_not_describe_has_no_operations(tmp_path,
     )
 
 
+@pytest.mark.slow
 def test_data_that_moved_are_named_and_a_new_plan_advised(tmp_path, small):
     layout = simulated.layout_of(
         small,
@@ -338,6 +340,7 @@ def test_a_rehearsal_says_so_with_its_faults(tmp_path, small):
     assert synthetic.judged(tmp_path).job.rehearsed is None
 
 
+@pytest.mark.slow
 def test_replicas_in_lockstep_are_not_held_up_by_a_host(tmp_path):
     """In a rehearsal the faster replica of a process waits for the slower one with no row of its
     own."""

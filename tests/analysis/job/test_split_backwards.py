@@ -42,6 +42,7 @@ def test_the_replay_is_the_recorded_step(tmp_path, job):
     )
 
 
+@pytest.mark.slow
 def test_a_slow_rank_is_found(tmp_path, job):
     slow = FaultSpec(slow="rank", unit="llm", stage=1, replica=0, factor=1.4)
     simulated.write(tmp_path, *job, STEPS, faults=[slow])

@@ -19,6 +19,7 @@ def same(found):
     return found.ranks, found.collectives, found.kernels, found.verdict
 
 
+@pytest.mark.slow
 def test_every_form_gives_the_same_figures(tmp_path):
     arrivals = [[400, 400, 400], [400, 550, 450]]
     plain = same(analyze(traces.job(tmp_path / "plain", arrivals)))
@@ -77,6 +78,7 @@ def test_a_truncated_file_is_analysed_as_far_as_it_goes(tmp_path, packed):
     assert any("rank0.json is truncated: the" in warning for warning in found.warnings)
 
 
+@pytest.mark.slow
 def test_ranks_come_from_names_or_are_numbered_and_that_is_said(tmp_path):
     for name in ("host_rank3.json", "host_rank5.json"):
         traces.write(tmp_path / "named" / name, traces.events([400, 400]))
@@ -95,6 +97,7 @@ def test_missing_ranks_are_named(tmp_path):
     assert any(warning.startswith("2 of 4 ranks are missing (2, 3)") for warning in found.warnings)
 
 
+@pytest.mark.slow
 def test_two_jobs_in_one_folder_are_told_apart(tmp_path):
     one = [[400, 400], [400, 450]]
     traces.job(tmp_path / "a", one)
@@ -160,6 +163,7 @@ def test_strange_names_are_data(tmp_path):
     assert ask([path], f"SELECT count(*) FROM kernels WHERE name = '{quoted}'").rows == [(1,)]
 
 
+@pytest.mark.slow
 def test_sql_reads_the_views_and_nothing_else(tmp_path):
     (path,) = traces.job(tmp_path, [[400, 400]])
     for name, view in documented_views("kineto").items():
@@ -181,6 +185,7 @@ def test_sql_reads_the_views_and_nothing_else(tmp_path):
     assert not (tmp_path / "out.csv").exists()
 
 
+@pytest.mark.slow
 def test_what_was_read_is_not_read_again_until_it_changes(tmp_path, own_cache):
     (path,) = traces.job(tmp_path, [[400, 400]])
     seen = []

@@ -124,6 +124,7 @@ def test_evidence_beyond_names(tmp_path):
     assert analysis.ranks[0].compute_us == 30  # what is not classified counts as compute
 
 
+@pytest.mark.slow
 def test_kernels_of_no_certain_kind_lower_the_confidence(tmp_path):
     """In proportion to their time; neither the operator that launched them nor their name decides
     the kind of those that compute and communicate at once."""

@@ -85,6 +85,7 @@ def test_a_made_job_gives_the_times_it_was_made_of(tmp_path):
     }
 
 
+@pytest.mark.slow
 def test_times_of_a_fraction_of_a_microsecond_are_kept_exactly(tmp_path):
     starts = ["1694128201435418.123", "5512345678901.457", "12.0005"]
     rows = ", ".join(
@@ -129,6 +130,7 @@ def test_begin_and_end_marks_are_paired_like_a_stack(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_clocks_that_differ_are_repaired_by_the_ends_of_collectives(tmp_path):
     arrivals = [[400, 500, 400, 430], [400, 450, 420, 400], [400, 400, 480, 410]]
     right = analyze(traces.job(tmp_path / "right", arrivals))
@@ -234,6 +236,7 @@ def test_a_trace_without_kernels_is_of_operators(tmp_path):
     assert analysis.kernels[0].name == "aten::mm"
 
 
+@pytest.mark.slow
 def test_a_device_is_not_idle_while_it_runs_kernels_of_a_step_that_is_left_out(tmp_path):
     """The device is 20 ms behind its host: the first step's kernels run on while the second one's
     copies do."""
@@ -389,6 +392,7 @@ def test_impossible_times_of_kernels_are_repaired_and_counted_and_others_kept(
         assert row.compute_us == pytest.approx(2700, rel=2 * tolerance)
 
 
+@pytest.mark.slow
 def test_repaired_kernels_lower_the_confidence(tmp_path):
     files = traces.job(tmp_path, [[320] * 10, [330] * 10])
     sound = analyze(files).verdict
@@ -400,6 +404,7 @@ def test_repaired_kernels_lower_the_confidence(tmp_path):
     assert repaired.cause == sound.cause and repaired.confidence < sound.confidence
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("excess_us", first_fast([2**32 / 1000, 2**32, 2.5 * 2**32 / 1000]))
 def test_overflows_of_every_kernel_of_a_name_are_repaired(tmp_path, excess_us):
     """Also where it runs twice in a row, and of the last ones; what is no multiple of 2^32 ns is

@@ -137,6 +137,7 @@ def test_the_two_ends_of_a_message_are_matched_and_the_wait_is_measured(tmp_path
     assert not any("not matched" in warning for warning in found.warnings)
 
 
+@pytest.mark.slow
 def test_a_clean_pipeline_has_no_straggler(tmp_path):
     """Its waiting fills and drains it, and is no rank's fault."""
     found = analyze(pipeline(tmp_path))

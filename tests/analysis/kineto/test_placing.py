@@ -119,6 +119,7 @@ def test_no_nanosecond_is_lost_on_the_way_to_one_clock(tmp_path):
     assert rows == [(0, 1_700_000_000_000_000_123, 250), (1, 1_700_000_000_000_000_620, 250)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("base_ns", first_fast([1_790_000_000_000_000_000, None]))
 def test_times_count_from_1970_where_files_tell_from_when_theirs_do(tmp_path, base_ns):
     """Also where all tell the same moment, as ranks of one host do."""
@@ -196,6 +197,7 @@ def test_a_merged_file_gives_what_the_files_of_its_ranks_give(tmp_path, apart, f
     assert rows == [(rank, True, 3) for rank in range(3)]
 
 
+@pytest.mark.slow
 def test_what_names_no_rank_in_a_merged_file_is_counted(tmp_path, apart):
     ranks = ranks_of(tmp_path / "apart")
     for rank, events in enumerate(ranks):
@@ -235,6 +237,7 @@ def test_ranks_of_which_nothing_but_names_was_recorded_do_not_hide_the_others(tm
     assert [row.rank for row in found.ranks] == [3]
 
 
+@pytest.mark.slow
 def test_memory_of_merged_ranks_is_kept_apart(tmp_path):
     ranks = ranks_of(tmp_path / "apart")
     for rank, events in enumerate(ranks):
@@ -254,6 +257,7 @@ def test_memory_of_merged_ranks_is_kept_apart(tmp_path):
     assert [row.memory_peak_gib for row in found.ranks] == [1, 2, 3]
 
 
+@pytest.mark.slow
 def test_several_ranks_that_nothing_tells_apart_are_said(tmp_path):
     ranks = ranks_of(tmp_path / "apart")
     for rank, events in enumerate(ranks):
@@ -280,6 +284,7 @@ def test_several_ranks_that_nothing_tells_apart_are_said(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_one_rank_is_not_taken_for_several(tmp_path):
     events = traces.events([400, 400])
     events += [named(events[1], "rank 5: python3"), named({"pid": "Spans"}, "rank 5")]
@@ -382,6 +387,7 @@ def test_files_of_other_moments_may_be_of_one_rank():
     ]
 
 
+@pytest.mark.slow
 def test_copies_of_files_are_no_other_ranks(tmp_path):
     """Packed beside unpacked; ranks of one moment and length are not taken for copies."""
     for rank, events in enumerate(ranks_of(tmp_path / "apart")):
@@ -408,6 +414,7 @@ def test_processes_that_each_take_themselves_for_rank_0_are_told_apart():
     assert [file.rank for file in merged] == [0, 1, 2, 3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("same_process", first_fast([True, False]))
 def test_devices_of_one_process_are_ranks(tmp_path, apart, same_process):
     """Kernels go to the device, with the calls and operators that they came from; what else the
@@ -476,6 +483,7 @@ def test_processes_that_launch_on_devices_of_their_own_are_ranks(
     ]
 
 
+@pytest.mark.slow
 def test_devices_that_have_processes_of_their_own_are_ranks(tmp_path):
     """As XLA names them."""
     events = []
@@ -493,6 +501,7 @@ def test_devices_that_have_processes_of_their_own_are_ranks(tmp_path):
     assert [row.rank for row in analyze([first.parent]).ranks] == list(range(6))
 
 
+@pytest.mark.slow
 def test_ranks_that_collectives_name_and_no_file_holds_are_missing(tmp_path):
     members = {"Process Group Name": "0", "Process Group Ranks": "[0, 1, 2, 3]", "Group size": 4}
     for rank, events in enumerate(ranks_of(tmp_path / "apart")):

@@ -3,6 +3,7 @@
 import io
 import json
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -40,6 +41,7 @@ def told(events):
     return [(event["name"], event["ts"]) for event in events]
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(EVENTS, HEADERS, st.integers(1, 300), INDENTS, st.booleans(), st.booleans())
 def test_every_event_is_read_once_and_in_order(events, before, size, indent, bare, escaped):
@@ -61,6 +63,7 @@ def test_every_event_is_read_once_and_in_order(events, before, size, indent, bar
     }
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(EVENTS, st.integers(1, 300), INDENTS, st.integers(0, 10_000))
 def test_a_truncated_file_gives_the_events_before_its_end(events, size, indent, cut):

@@ -112,6 +112,7 @@ def test_a_host_that_runs_ahead_leaves_no_gap(tmp_path, steps):
     assert found.job.iteration_s == pytest.approx(0.04, rel=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", first_fast([2, 5]))
 def test_communication_beside_the_next_step_is_hidden_in_the_last_one_too(tmp_path, steps):
     found = []
@@ -152,6 +153,7 @@ def test_a_pause_in_several_steps_is_a_cause_and_they_are_named(tmp_path):
     assert "CUDA graphs" not in verdict.advice
 
 
+@pytest.mark.slow
 def test_one_step_that_pauses_of_two_is_not_called_unusual(tmp_path):
     verdict = job(tmp_path, recorded(3, tail=[0, 400_000], tail_of=SAVE)).verdict
     assert verdict.cause == "host" and "Only in 1 of 2 steps (1)." in verdict.headline
@@ -159,6 +161,7 @@ def test_one_step_that_pauses_of_two_is_not_called_unusual(tmp_path):
     assert verdict.confidence < 0.85 * always.confidence
 
 
+@pytest.mark.slow
 def test_the_first_step_is_judged_where_no_other_is_marked_on_every_rank(tmp_path):
     found = job(tmp_path, recorded(4, 30_000, LOADER), recorded(1, 30_000, LOADER))
     single = job(tmp_path / "single", recorded(1, 30_000, LOADER), recorded(1, 30_000, LOADER))
@@ -187,6 +190,7 @@ def test_data_that_are_loaded_between_the_marks_are_of_the_step(tmp_path, steps)
     assert lost["data"] == pytest.approx(0.03)
 
 
+@pytest.mark.slow
 def test_ranks_without_marks_have_those_of_the_others(tmp_path):
     ranks = [recorded(4, 30_000, LOADER, marked=rank == 0) for rank in range(2)]
     found = job(tmp_path, *ranks)
@@ -231,6 +235,7 @@ def test_marks_of_one_step_in_several_processes_are_one_step(tmp_path):
     assert [step_s for _, step_s in rows] == pytest.approx([1.0, 1.0, 1.0, 0.9001], abs=1e-4)
 
 
+@pytest.mark.slow
 def test_steps_and_kernels_that_begin_at_the_same_time_are_read_alike_in_any_order(tmp_path):
     found = recorded(4, 30_000, LOADER)
     for event in list(found):

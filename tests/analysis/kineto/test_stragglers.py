@@ -187,6 +187,7 @@ def test_expert_load_is_told_from_a_slow_device(tmp_path, longer, said):
     assert ("expert load" in verdict.advice) == ("expert load" in said)
 
 
+@pytest.mark.slow
 def test_ranks_that_are_late_in_one_step_are_named_with_it(tmp_path):
     verdict = job(tmp_path, WORLD, {(0, 3): 2.0}).verdict
     assert verdict.cause == "none" and verdict.headline.endswith(
@@ -209,6 +210,7 @@ def test_a_clock_that_is_a_little_ahead_makes_no_straggler(tmp_path):
     assert verdict.cause == "none" and verdict.confidence > 0.9
 
 
+@pytest.mark.slow
 def test_a_verdict_names_ranks_that_are_missing(tmp_path):
     job(tmp_path, WORLD, {2: 1.4})
     few = analyze([tmp_path / f"rank{rank}.json" for rank in (0, 1, 3, 4, 5, 6, 7)]).verdict
@@ -220,6 +222,7 @@ def test_a_verdict_names_ranks_that_are_missing(tmp_path):
     assert part.place.rank == 4 and part.confidence < 0.9 and "may have delayed it" in part.advice
 
 
+@pytest.mark.slow
 def test_communication_among_ranks_that_are_there_waits_for_none_that_are_missing(tmp_path):
     whole = job(tmp_path, TENSOR_AND_DATA[:1], {}, move=1000.0).verdict
     pair = analyze([tmp_path / f"rank{rank}.json" for rank in (0, 1)]).verdict
@@ -227,6 +230,7 @@ def test_communication_among_ranks_that_are_there_waits_for_none_that_are_missin
     assert analyze([tmp_path / "rank0.json"]).verdict.cause == "unknown"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "late", "cause", "said"),
     first_fast(
@@ -403,6 +407,7 @@ def test_streams_of_devices_without_categories_are_understood(tmp_path, lane, mo
     ]  # the last step is whole
 
 
+@pytest.mark.slow
 def test_events_that_are_there_twice_count_once(tmp_path):
     once = job(tmp_path / "once", WORLD, {2: 1.4})
     for rank in range(8):

@@ -161,6 +161,7 @@ def test_what_is_not_known_as_work_of_a_device_is_not_judged(tmp_path, document,
     assert all((row.compute_us is None) == without_operators for row in found.ranks)
 
 
+@pytest.mark.slow
 def test_lines_of_ones_own_tell_what_is_work_of_a_device(tmp_path, own_cache):
     path = traces.write(tmp_path / "trace.json", pipeline(of_process, moments))
     advice = analyze([path]).verdict.advice
@@ -187,6 +188,7 @@ def test_lines_of_ones_own_tell_what_is_work_of_a_device(tmp_path, own_cache):
     )
 
 
+@pytest.mark.slow
 def test_idle_devices_are_the_hosts_only_where_it_is_seen_to_be_late(tmp_path):
     """Kernels every 1000 µs that take 400: launched when the device idles, long before, or nobody
     knows when; times of kernels that were left out explain what looks idle."""

@@ -28,6 +28,7 @@ def jittered(late=(), seed=0, base=620, by=3):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", first_fast(range(RANKS)))
 def test_a_rank_that_is_late_is_the_straggler(tmp_path, rank):
     found = job(tmp_path, jittered([(rank, 150)]), compute=[600] * RANKS)
@@ -42,6 +43,7 @@ def test_a_rank_that_is_late_is_the_straggler(tmp_path, rank):
     assert "its host delays it" in verdict.advice
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("compute", "larger"), first_fast([(100, True), (600, False)]))
 def test_a_loss_larger_than_the_stragglers_is_in_the_headline(tmp_path, compute, larger):
     found = job(tmp_path, jittered([(2, 150)], base=960), compute=[compute + 340] * RANKS)
@@ -69,6 +71,7 @@ def test_a_job_has_one_step_length_though_ranks_mark_different_ones(tmp_path):
     assert f"of the {seconds(step_s)} of a step" in found.verdict.headline
 
 
+@pytest.mark.slow
 def test_a_straggler_that_computes_longer_is_told_from_a_late_host(tmp_path):
     found = job(tmp_path, jittered([(2, 150)]), compute=[600, 600, 750, 600])
     assert found.verdict.place.rank == 2 and "more work" in found.verdict.advice
@@ -81,6 +84,7 @@ def test_a_clean_job_has_no_straggler(tmp_path, seed):
     assert found.verdict.headline.startswith("No straggler")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", first_fast(range(3)))
 def test_late_by_turns_is_no_straggler(tmp_path, seed):
     """Someone is always late, but never the same one: that is communication's jitter."""
@@ -96,12 +100,14 @@ def test_late_by_turns_is_no_straggler(tmp_path, seed):
     assert evidence["waiting for other ranks"] == pytest.approx(150e-6)
 
 
+@pytest.mark.slow
 def test_a_device_that_waits_for_launches_is_bound_by_its_host(tmp_path):
     found = job(tmp_path, jittered(base=500), compute=[100] * RANKS)
     assert found.verdict.cause == "host" and "torch.compile" in found.verdict.advice
     assert found.verdict.lost_s > 0.5 * 1e-3
 
 
+@pytest.mark.slow
 def test_a_device_that_waits_for_the_data_loader(tmp_path):
     for rank, path in enumerate(traces.job(tmp_path, jittered(base=900), compute=[400] * RANKS)):
         steps = traces.events([900] * STEPS, compute=400)
@@ -122,6 +128,7 @@ def test_a_device_that_waits_for_the_data_loader(tmp_path):
     assert found.verdict.cause == "data" and "DataLoader" in found.verdict.advice
 
 
+@pytest.mark.slow
 def test_communication_that_nothing_hides(tmp_path):
     found = job(tmp_path, jittered(base=320), compute=[310] * RANKS, moves=600)
     assert found.verdict.cause == "communication" and found.verdict.lost_s == pytest.approx(
@@ -184,6 +191,7 @@ def test_copies_inside_devices_are_not_between_host_and_device(tmp_path):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("times", "said"),
     first_fast([(6, "So is rank 3: the last to join 5 of 11, "), (8, "Rank 3 costs ")]),
@@ -254,6 +262,7 @@ def test_the_keys_of_lost_time_are_those_of_every_analysis(tmp_path):
     assert {cause for cause, seconds in lost.items() if seconds} == {"communication", "host"}
 
 
+@pytest.mark.slow
 def test_ranks_without_a_trace_make_a_verdict_less_sure(tmp_path):
     whole = job(tmp_path / "whole", jittered([(1, 150)]), compute=[600] * RANKS)
     part = job(

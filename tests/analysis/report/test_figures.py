@@ -38,6 +38,7 @@ def part(text, name):
     return unescape(re.search(rf'<section id="{name}">.*?</section>', text, re.S).group())
 
 
+@pytest.mark.slow
 def test_own_traces_have_one_step_time_and_one_rate(tmp_path):
     """Steps as the trainer reports them last longer than their rows; all figures are of the
     reported ones."""
@@ -224,6 +225,7 @@ def test_hosts_are_shown_with_their_clocks(tmp_path):
         )
 
 
+@pytest.mark.slow
 def test_a_rehearsal_shows_no_losses(tmp_path):
     folder = tmp_path / "run" / "traces"
     synthetic.write(folder, synthetic.Synthetic())

@@ -78,12 +78,14 @@ def test_lost_seconds_and_heatmaps_hold_their_figures(page):
     assert slower[0] > 115 and slower[1] > 115  # slow in time, and slower than its work explains
 
 
+@pytest.mark.slow
 def test_pages_stay_small_with_64_ranks(tmp_path):
     path = make(tmp_path, synthetic.Synthetic(steps=2, slots=4, dp=31))
     assert path.stat().st_size < 1_000_000
     assert len(timelines(path.read_text())[0]["lanes"]) == 64
 
 
+@pytest.mark.slow
 def test_of_many_ranks_the_slowest_are_drawn(tmp_path):
     path = make(tmp_path, synthetic.Synthetic(steps=2, slots=2, dp=70, slow_rank={77: 1.5}))
     drawn = timelines(path.read_text())[0]

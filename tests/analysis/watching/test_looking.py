@@ -109,6 +109,7 @@ def test_what_hardly_gains_does_not_come_and_go(gain, stood, clear):
     assert looking._clear(found, stood) == clear
 
 
+@pytest.mark.slow
 def test_data_that_move_are_told_within_five_steps(tmp_path, growing):
     watcher, told = Watcher(tmp_path), []
 
@@ -139,6 +140,7 @@ def test_nothing_is_judged_before_a_whole_step(tmp_path, growing):
     assert (row["cause"], row["lost_fraction"], look.found) == ("none", 0.0, False)
 
 
+@pytest.mark.slow
 def test_looks_end_with_the_run_and_see_its_last_step(tmp_path, growing, monkeypatch):
     clock = Clock(growing, tmp_path)
     monkeypatch.setattr(looking, "time", clock)
@@ -147,6 +149,7 @@ def test_looks_end_with_the_run_and_see_its_last_step(tmp_path, growing, monkeyp
     assert clock.now_s < 60.0 * BEFORE + 3 * looking.QUIET_S + 60.0
 
 
+@pytest.mark.slow
 def test_looks_take_no_more_of_the_host_than_they_may(tmp_path, growing, monkeypatch):
     clock, taken_s, cores = Clock(growing, tmp_path), 2.0, 4
     real = Watcher.look
@@ -165,6 +168,7 @@ def test_looks_take_no_more_of_the_host_than_they_may(tmp_path, growing, monkeyp
     assert paid * taken_s / ((times_s[-1] - times_s[0]) * cores) <= looking.SHARE
 
 
+@pytest.mark.slow
 def test_a_step_that_takes_longer_is_looked_at_early_and_paid_for_later(
     tmp_path, growing, monkeypatch
 ):

@@ -109,6 +109,7 @@ def wanted_of(tmp_path, rank, last):
     ]
 
 
+@pytest.mark.slow
 def test_what_is_held_is_analysed_as_the_files_are(tmp_path, growing):
     tail = Tail(tmp_path / "traces", steps=STEPS)
     for step in range(STEPS):
@@ -154,6 +155,7 @@ def test_traces_of_another_version_are_refused_or_said(tmp_path, growing):
     assert "rank-00003 lacks the column(s) slot" in lacks and "rank-00002" in broken
 
 
+@pytest.mark.slow
 def test_traces_without_their_first_steps_say_where_they_begin(tmp_path):
     synthetic.write(tmp_path / "whole", synthetic.Synthetic(steps=STEPS))
     growing = Growing(tmp_path / "whole", tmp_path / "traces", kept_steps=4)

@@ -158,6 +158,7 @@ def test_as_defined(case: Case, first: int, number: int) -> None:
     assert batch.ids.tolist() == list(range(first, first + number))
 
 
+@pytest.mark.slow
 @given(cases(), st.integers(1, 40))
 @PROPERTY
 def test_no_sample_is_left_out_or_doubled(case: Case, used: int) -> None:
@@ -183,6 +184,7 @@ def test_no_sample_is_left_out_or_doubled(case: Case, used: int) -> None:
         assert len(start.pending[source]) <= case.block_samples * len(mixture.phases)
 
 
+@pytest.mark.slow
 @given(cases(), st.integers(1, 2))
 @settings(parent=PROPERTY, max_examples=8)
 def test_a_run_goes_on_with_more_sources(case: Case, sources: int) -> None:

@@ -449,6 +449,7 @@ except DisttrainError as error:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("most_bytes", first_fast([100, 8000]))
 def test_a_full_disk_leaves_the_old_index(own_run: MakeRun, most_bytes: int) -> None:
     """A real process whose files may not grow: while rows are written, or at their end."""

@@ -75,6 +75,7 @@ def files_of(run: Run) -> list[Path]:
     return paths_of(run, INPUTS, checked_tokenizer(run, INPUTS), jobs_of(run))
 
 
+@pytest.mark.slow
 def test_processes_write_the_same_index(run: Run) -> None:
     alone = build_index(run, INPUTS, processes=0)
     written = run.dir.index.read_bytes()
@@ -114,6 +115,7 @@ def test_every_shard_is_one_hosts(sizes: list[int | None], hosts: int) -> None:
     assert max(loads) - min(loads) <= max(((size or 0) + 1 for size in sizes), default=0)
 
 
+@pytest.mark.slow
 def test_hosts_read_shares_that_the_next_pass_joins(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,6 +174,7 @@ def test_parts_of_a_large_file_are_joined(large: tuple[Run, bytes], processes: i
     assert counted == list(range(len(parts) + 1))
 
 
+@pytest.mark.slow
 def test_hosts_share_a_large_file(
     large: tuple[Run, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -183,6 +186,7 @@ def test_hosts_share_a_large_file(
     assert run.dir.index.read_bytes() == written
 
 
+@pytest.mark.slow
 def test_bad_parts_are_read_again_after_their_repair(large: tuple[Run, bytes]) -> None:
     run, _ = large
     strict = make_run(run.folder, [{"path": "mixed"}, {"path": "tables"}], max_bad_fraction=0)
@@ -194,6 +198,7 @@ def test_bad_parts_are_read_again_after_their_repair(large: tuple[Run, bytes]) -
     assert kept == {"tar"}
 
 
+@pytest.mark.slow
 def test_new_shards_are_shared_among_hosts(run: Run) -> None:
     build_index(run, INPUTS)
     write_tar(run.folder / "mixed" / "9.tar", [interleaved("new", text("words"))])
@@ -201,6 +206,7 @@ def test_new_shards_are_shared_among_hosts(run: Run) -> None:
     assert "new" in open_index(run, INPUTS).keys
 
 
+@pytest.mark.slow
 def test_a_host_that_died_is_named_and_its_shards_are_read(run: Run, said: list[str]) -> None:
     read_share_of(run, INPUTS, Share(1, 2))
     indexing._mark(run, Share(0, 2)).touch()
@@ -209,6 +215,7 @@ def test_a_host_that_died_is_named_and_its_shards_are_read(run: Run, said: list[
     assert named.startswith("share 0 of 2 on ") and named.endswith(" shards are read here")
 
 
+@pytest.mark.slow
 def test_what_is_damaged_or_of_other_shards_is_read_again(run: Run) -> None:
     alone = build_index(run, INPUTS)
     run.dir.index.unlink()
@@ -224,6 +231,7 @@ def test_what_is_damaged_or_of_other_shards_is_read_again(run: Run) -> None:
     assert "other" in build_index(run, INPUTS).keys
 
 
+@pytest.mark.slow
 def test_bad_shards_are_read_again_after_their_repair(run: Run) -> None:
     strict = make_run(run.folder, max_bad_fraction=0)
     with pytest.raises(BadSamplesError):
@@ -232,6 +240,7 @@ def test_bad_shards_are_read_again_after_their_repair(run: Run) -> None:
     assert any(kept) and not all(kept)
 
 
+@pytest.mark.slow
 def test_the_first_error_in_dataset_order_is_raised(run: Run) -> None:
     for name in ("b", "a"):
         pq.write_table(_no_columns(), _folder(run, "tables") / f"{name}.parquet")
@@ -245,6 +254,7 @@ def test_the_first_error_in_dataset_order_is_raised(run: Run) -> None:
     assert any(path.is_file() for path in files_of(broken))
 
 
+@pytest.mark.slow
 def test_a_folder_that_cannot_be_written_is_named(run: Run) -> None:
     run.dir.root.mkdir(parents=True)
     run.dir.partial_index.write_text("in the way")
@@ -263,6 +273,7 @@ def _no_columns() -> object:
     return pa.table({"number": [1]})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("deaths", first_fast([1, 100]))
 def test_processes_that_die_are_named(
     run: Run, said: list[str], monkeypatch: pytest.MonkeyPatch, deaths: int

@@ -117,6 +117,7 @@ def check_step(batch: Packing, layout: Layout, order: StepOrder) -> None:
                     )
 
 
+@pytest.mark.slow
 @given(st.integers(0, 10_000), st.sampled_from(LAYOUTS), st.sampled_from(["none", "paper"]))
 @PROPERTY
 def test_items_are_given_out_once(seed: int, layout: Layout, policy: str) -> None:

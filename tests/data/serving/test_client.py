@@ -177,6 +177,7 @@ def test_resuming_in_mid_epoch_gives_the_same_bytes(
             assert fetch_all(loader, places) == expected[-len(places) :]
 
 
+@pytest.mark.slow
 def test_training_waits_without_workers_and_goes_on_with_the_first(
     run: Run, index: Index, expected: list[Any]
 ) -> None:
@@ -212,6 +213,7 @@ def test_waiting_ends_with_exit_code_4(run: Run, index: Index) -> None:
     assert "disttrain_cli.data_serve" in caught.value.next_step
 
 
+@pytest.mark.slow
 def test_a_slot_at_which_workers_end_is_not_asked_for_for_ever(
     run: Run, index: Index, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -318,6 +320,7 @@ def test_the_token_decides(run: Run, index: Index, tmp_path: Path, given: str | 
             loader.fetch(0, 0)
 
 
+@pytest.mark.slow
 def test_the_certificate_decides(
     run: Run, index: Index, tmp_path: Path, expected: list[Any]
 ) -> None:
@@ -343,6 +346,7 @@ def test_the_certificate_decides(
             assert caught.value.exit_code == 1 and "preprocess.tls_ca" in caught.value.next_step
 
 
+@pytest.mark.slow
 def test_broken_images_are_named_and_counted_as_if_prepared_here(own_run: MakeRun) -> None:
     whole, cut = encoded(40, 40), damaged(encoded(40, 40))
     files = []
@@ -572,6 +576,7 @@ def test_who_reads_nothing_holds_a_bounded_number_of_slots(
     assert gauge.most == AT_ONCE
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("large")
 def test_who_reads_nothing_for_long_stops_nobody_else(
     run: Run, index: Index, expected: list[Any], monkeypatch: pytest.MonkeyPatch

@@ -329,6 +329,7 @@ def test_checkpoints_of_skipped_steps_push_out_none_that_is_sound(tmp_path: Path
     assert describe(tmp_path / "step-000006")["sound"] is False
 
 
+@pytest.mark.slow
 def test_a_changed_description_is_refused_and_one_of_another_version(tmp_path: Path) -> None:
     folder = save(tmp_path, 60, HERE, engine_of(), keep=1)
     file, engine = folder / "checkpoint.json", engine_of()

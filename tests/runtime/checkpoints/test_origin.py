@@ -61,6 +61,7 @@ def _weights(layers: Any) -> dict[str, torch.Tensor]:
     return {f"{layer.name}/{path}": p for layer in layers for path, p in layer.named_parameters()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", first_fast(["checkpoint", "export"]))
 def test_tied_weights_start_both_ends_from_one_tensor(tmp_path: Path, kind: str) -> None:
     before = written_run(_made(tmp_path / "before"), tied=True)

@@ -43,6 +43,7 @@ def test_the_library_is_loaded_from_a_path_with_spaces(cache: Path) -> None:
     assert str(cache) in done.stdout and done.stderr == ""
 
 
+@pytest.mark.slow
 def test_a_damaged_library_is_refused(cache: Path) -> None:
     shim.environment()
     [library] = cache.iterdir()

@@ -150,6 +150,7 @@ def test_a_frozen_module_has_no_backward_in_the_trace(world: tuple[Path, torch.d
         assert moved == [p.requires_grad for p in job.engine.module.parameters()]
 
 
+@pytest.mark.slow
 def test_skipped_steps_change_nothing_and_too_many_stop_the_run(
     world: tuple[Path, torch.device],
 ) -> None:

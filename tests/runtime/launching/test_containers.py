@@ -390,6 +390,7 @@ def codes(processes: list[subprocess.Popen[bytes]]) -> list[int]:
     return [process.wait(timeout=60) for process in processes]
 
 
+@pytest.mark.slow
 def test_pods_end_with_the_code_that_the_jobset_acts_on(tmp_path: Path) -> None:
     cluster = {
         "nodes": 2,
@@ -433,6 +434,7 @@ def test_pods_end_with_the_code_that_the_jobset_acts_on(tmp_path: Path) -> None:
     assert codes(waiting) == [0, 0]
 
 
+@pytest.mark.slow
 def test_workers_serve_until_the_ranks_have_ended(tmp_path: Path) -> None:
     cluster = {
         "nodes": 2,

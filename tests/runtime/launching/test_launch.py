@@ -60,6 +60,7 @@ def test_what_is_wrong_before_ranks_are_forked_is_raised_before_anything_is_writ
     assert caught.value.next_step == "Take others." and list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_starter_lost_before_a_start_begins_leaves_the_run_as_it_was(tmp_path: Path) -> None:
     """A restart then starts as the first one did, not from the checkpoints of an earlier run."""
     target, folder = "tests.runtime.launching.launch_worker:write_rank", RunDir(tmp_path / "run")
@@ -80,6 +81,7 @@ def test_a_starter_lost_before_a_start_begins_leaves_the_run_as_it_was(tmp_path:
     assert started == [False] * 3 and not caught.value.begun
 
 
+@pytest.mark.slow
 def test_a_failing_rank_is_named_and_ends_the_others(tmp_path: Path) -> None:
     with pytest.raises(RankFailedError) as caught:
         launch(3, "tests.runtime.launching.launch_worker:fail", {"rank": "1"}, tmp_path)
@@ -90,12 +92,14 @@ def test_a_failing_rank_is_named_and_ends_the_others(tmp_path: Path) -> None:
     assert str(tmp_path / "rank-00001.log") in caught.value.next_step
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_named(tmp_path: Path) -> None:
     with pytest.raises(RankFailedError, match="Rank 2 was killed by SIGKILL") as caught:
         launch(3, "tests.runtime.launching.launch_worker:killed", {"rank": "2"}, tmp_path)
     assert "memory" in caught.value.why and "rank-00002.log" in caught.value.next_step
 
 
+@pytest.mark.slow
 def test_what_went_wrong_arrives_though_the_logs_disk_is_full(tmp_path: Path) -> None:
     for name in ("rank-00000.log", "rank-00001.log", "starter.log"):
         (tmp_path / name).symlink_to("/dev/full")
@@ -119,6 +123,7 @@ def test_time_running_out_names_a_waiting_rank(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stopped", first_fast([False, True]))
 def test_a_rank_ends_when_its_launcher_is_killed(tmp_path: Path, stopped: bool) -> None:
     pid = tmp_path / "pid"
@@ -166,6 +171,7 @@ def test_a_starter_whose_launcher_is_gone_before_it_looks_ends(tmp_path: Path) -
         assert ends.read() == ""  # also the rank that it may have forked is gone
 
 
+@pytest.mark.slow
 def test_a_starter_that_is_killed_says_so(tmp_path: Path) -> None:
     pid = tmp_path / "pid"
 
@@ -186,6 +192,7 @@ def test_a_starter_that_is_killed_says_so(tmp_path: Path) -> None:
     assert "memory" in caught.value.why
 
 
+@pytest.mark.slow
 def test_ranks_listen_on_loopback_only(tmp_path: Path) -> None:
     launch(
         2,

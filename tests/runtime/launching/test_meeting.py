@@ -165,6 +165,7 @@ def test_a_port_in_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     check_port(port)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("first_rank")
 def test_nobody_at_the_meeting_place_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:

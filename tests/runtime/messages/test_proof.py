@@ -58,6 +58,7 @@ def test_every_fault_is_found(plans: dict[str, list[Record]], kind: str) -> None
     assert all("ank" in sentence for sentence in found)
 
 
+@pytest.mark.slow
 def test_the_order_of_gloo_would_hang(
     drawn: list[Drawn], plans: dict[str, list[Record]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -269,6 +270,7 @@ def ends(records: list[Record]) -> bool:
     )
 
 
+@pytest.mark.slow
 def test_who_gets_to_the_end_is_what_counting_says() -> None:
     found = []
     for seed in range(2000):

@@ -95,6 +95,7 @@ def test_the_folders_load_with_peft_and_give_the_same(exported, monkeypatch):
     outputs(exported.run, exported.layers, models, projectors)
 
 
+@pytest.mark.slow
 def test_what_peft_has_no_name_for_is_merged_only(tmp_path):
     """`embeddings` of a ViT is the end of `patch_embeddings` inside it, too."""
     lora = LORA["image_encoder"] | {"modules_to_save": ["embeddings"]}
@@ -173,6 +174,7 @@ def test_adapters_come_to_a_model_that_had_none(exported, tmp_path, kind):
         assert torch.equal(found[name], values if is_adapter(name) else expected[name]), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", first_fast(["checkpoint", "export"]))
 def test_adapters_are_not_lost_or_exchanged_unseen(exported, tmp_path, kind):
     origin = (
@@ -232,6 +234,7 @@ def test_an_adapter_of_an_unchanged_folder_names_it(exported, tmp_path):
         assert not name.startswith("llm") or torch.equal(values, expected[name]), name
 
 
+@pytest.mark.slow
 def test_an_adapter_of_another_model_is_refused_by_name(exported, tmp_path):
     adapter = exported.folder / "out" / "llm"
     with pytest.raises(SpecError, match="is of another model than llm") as caught:
@@ -489,6 +492,7 @@ def adapted_by_peft(folder, given):
     return model
 
 
+@pytest.mark.slow
 def test_an_adapter_of_another_whole_model_is_refused_by_name(exported, tmp_path):
     write_llava(tmp_path / "llava")
     run = whole_run(tmp_path / "llava")
@@ -513,6 +517,7 @@ def changed_model(run, folder, **fields):
     return read_run(folder / "changed.yaml")
 
 
+@pytest.mark.slow
 def test_a_checkpoint_knows_what_no_tensor_says(exported, tmp_path):
     """An adapter's folder may say another lora_alpha than it said when training began."""
     adapter = tmp_path / "adapter"
@@ -532,6 +537,7 @@ def test_a_checkpoint_knows_what_no_tensor_says(exported, tmp_path):
         check(other, newest)
 
 
+@pytest.mark.slow
 def test_what_peft_writes_is_read(exported, tmp_path):
     from peft import LoraConfig, get_peft_model
 

@@ -58,6 +58,7 @@ def test_generate_stops_where_training_did(tmp_path: Path, folders: tuple[Path, 
     assert {tokenizer.eos, tokenizer.chat.end} <= set(stated["eos_token_id"])
 
 
+@pytest.mark.slow
 def test_a_models_own_tokenizer_is_written_as_it_is(
     tmp_path: Path, folders: tuple[Path, Path]
 ) -> None:

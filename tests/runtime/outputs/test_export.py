@@ -201,6 +201,7 @@ def of_llm(run, layers, folder):
     return model, batch
 
 
+@pytest.mark.slow
 def test_a_tied_llm_is_written_as_one_tensor_and_generates_the_same(tmp_path):
     run = written_run(tmp_path, tied=True)
     layers = trained(run, averaged=("llm",))
@@ -234,6 +235,7 @@ def test_a_tied_llm_is_written_as_one_tensor_and_generates_the_same(tmp_path):
     assert torch.equal(written, ids)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_whose_head_was_trained_apart_is_written_as_it_was(tmp_path):
     run = written_run(tmp_path, tied=True)
     layers = trained(run, ties=False)
@@ -316,6 +318,7 @@ def check_equal(run, layers, models, projectors, batch):
     )
 
 
+@pytest.mark.slow
 def test_averages_bf16_files_beside_and_an_older_checkpoint(tmp_path):
     run = written_run(tmp_path, precision="bf16")
     layers = trained(run, 1, averaged=("image_generator",))
@@ -412,6 +415,7 @@ def test_what_cannot_be_exported_leaves_nothing(tmp_path):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "failing", first_fast(["disttrain_cli.runtime.outputs.export.write_own", SAVE_FILE])
 )

@@ -151,6 +151,7 @@ def test_a_run_with_another_tower_is_written_in_parts(tmp_path):
     assert (tmp_path / "out" / "projectors.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_an_export_is_a_folder_to_start_from(tmp_path):
     write_llava(tmp_path / "llava")
     saved(run_of(tmp_path / "llava"), by=0.5)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from itertools import product
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -35,6 +36,7 @@ def _cut(array: np.ndarray, route: Route) -> list[int]:
     return [int(v) for start, length in route.runs for v in array[start : start + length]]
 
 
+@pytest.mark.slow
 @given(
     st.integers(1, 4),
     st.integers(1, 4),

@@ -49,6 +49,7 @@ def test_a_slow_host_left_out_gains_what_its_job_would(tmp_path, job):
     assert "rank 5" in mended.change and mended.step_s < host.step_s
 
 
+@pytest.mark.slow
 def test_a_host_that_is_worth_its_rank_stays(tmp_path, job):
     """A rank a little slow costs less than its host brings."""
     analysis = found(tmp_path, job, 1.3, hosts=2)
@@ -57,6 +58,7 @@ def test_a_host_that_is_worth_its_rank_stays(tmp_path, job):
     assert "without host" not in analysis.verdict.advice
 
 
+@pytest.mark.slow
 def test_one_host_is_not_left_out(tmp_path, job):
     analysis = found(tmp_path, job, 6.0, hosts=1)
     assert not [one for one in analysis.remedies if "without host" in one.change]

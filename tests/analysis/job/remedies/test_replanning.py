@@ -42,6 +42,7 @@ def played_s(profile, layout, stretch=None):
     )
 
 
+@pytest.mark.slow
 def test_the_new_plan_gains_what_its_job_would_and_stays(tmp_path, profile):
     record, why = recorded(tmp_path, profile, simulated.layout_of(profile, 48, 12, **UNITS))
     found = replan(record, why)

@@ -194,6 +194,7 @@ def test_layouts_divide_the_batch_and_fit_the_memory(tmp_path):
     assert with_replicas(open_database([tmp_path]).job, {"llm": 1}) is None
 
 
+@pytest.mark.slow
 def test_without_devices_of_their_own_or_all_replicas_there_is_no_record(tmp_path):
     for name, spec in {
         "cores": synthetic.Synthetic(device="cpu", peak_tflops=1.2),
