@@ -8,8 +8,11 @@ import numpy as np
 import pytest
 
 from disttrain_cli.analysis.analyze import analyze
-from disttrain_cli.analysis.job.database import open_database
+from disttrain_cli.analysis.job.database import Database, open_database
 from disttrain_cli.analysis.job.graph import build_graph
+from disttrain_cli.analysis.job.recorded import waited_transfers
+from disttrain_cli.analysis.job.remedies.replicas import with_replicas
+from disttrain_cli.simulation.timeline import Timeline
 from disttrain_cli.spec.plan import Layout, UnitPlan
 from disttrain_cli.spec.profile import Profile
 from tests.analysis import simulated
@@ -36,9 +39,17 @@ def job() -> tuple[Profile, Layout]:
     return profile, layout
 
 
-def test_the_replay_is_the_recorded_step(tmp_path: Path, job: tuple[Profile, Layout]) -> None:
-    timelines = simulated.write(tmp_path, *job, STEPS)
-    graph = build_graph(open_database([tmp_path]))
+@pytest.fixture(scope="module")
+def recorded(
+    tmp_path_factory: pytest.TempPathFactory, job: tuple[Profile, Layout]
+) -> tuple[list[Timeline], Database]:
+    folder = tmp_path_factory.mktemp("recorded")
+    return simulated.write(folder, *job, STEPS), open_database([folder])
+
+
+def test_the_replay_is_the_recorded_step(recorded: tuple[list[Timeline], Database]) -> None:
+    timelines, database = recorded
+    graph = build_graph(database)
     assert graph is not None and len(graph.rank) == 2 * 8 * 2 * 4  # passes, slots, DP, stages
     for rank in range(4):
         assert set(graph.stage[graph.rank == rank].tolist()) == {rank // 2, rank // 2 + 2}
@@ -46,6 +57,28 @@ def test_the_replay_is_the_recorded_step(tmp_path: Path, job: tuple[Profile, Lay
     np.testing.assert_allclose(graph.replay(graph.recorded), graph.window, rtol=1e-6)
     expected = [line.iteration_s for line in timelines[-len(graph.window) :]]
     np.testing.assert_allclose(graph.window, expected, rtol=1e-6)
+
+
+def test_messages_of_a_slot_are_told_apart_by_stage(
+    recorded: tuple[list[Timeline], Database],
+) -> None:
+    _, database = recorded
+    cuts = {(row["before"], row["after"], row["direction"]) for row in waited_transfers(database)}
+    assert {(1, 2, "forward"), (2, 3, "backward")} <= cuts
+    (unit,) = database.query("units")
+    assert unit["pp"] == 2
+
+
+def test_other_replicas_keep_slots_a_multiple_of_pp(
+    recorded: tuple[list[Timeline], Database],
+) -> None:
+    job = recorded[1].job
+    assert job is not None
+    smaller = job.layout.model_copy(update={"global_batch_size": 12, "microbatches": 6})
+    job = job.model_copy(update={"layout": smaller})
+    changed = with_replicas(job, {"model": 3})
+    assert changed is not None and changed.microbatches == 4
+    assert with_replicas(job, {"model": 4}) is None  # 12 sequences: three slots, or one
 
 
 @pytest.mark.slow

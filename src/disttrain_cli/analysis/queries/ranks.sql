@@ -1,7 +1,7 @@
 -- Coordinates of every rank, its active time over the measured steps, and its wait in collectives: from its arrival to
 -- that of the last member of its group.
 WITH spans AS (
-    SELECT rank, any_value(host) AS host, any_value(unit) AS unit, any_value(stage) AS stage,
+    SELECT rank, any_value(host) AS host, any_value(unit) AS unit, min(stage) AS stage,
            any_value(replica) AS replica, if(any_value(cp) > 1, any_value(cp_rank), NULL) AS cp_rank,
            (max(end_ns) - min(start_ns)) / 1e3 AS span_us
     FROM operations JOIN units USING (unit, pp) WHERE measured GROUP BY rank

@@ -19,7 +19,7 @@ ways AS (
            min(start_ns) AS start_ns, max(end_ns) AS end_ns
     FROM operations WHERE list_contains($steps, step) AND operation LIKE 'receive%' GROUP BY ALL
 ), ready AS (
-    SELECT r.step, r.slot, r.rank, r.start_ns, r.end_ns, w.before, w.after, w.onward,
+    SELECT r.step, r.slot, r.rank, r.depth, r.start_ns, r.end_ns, w.before, w.after, w.onward,
            if(w.crosses, s.sent_ns, p.sent_ns) AS ready_ns
     FROM received r JOIN ways w ON r.depth = w.target AND r.onward = w.onward
     JOIN last_sent s ON s.step = r.step AND s.slot = r.slot AND s.depth = w.source AND s.onward = w.onward
@@ -27,7 +27,7 @@ ways AS (
         AND p.onward = w.onward AND p.replica = r.replica
 ), latest AS (
     SELECT * FROM ready
-    QUALIFY row_number() OVER (PARTITION BY step, slot, rank, onward ORDER BY ready_ns DESC NULLS LAST) = 1
+    QUALIFY row_number() OVER (PARTITION BY step, slot, rank, depth, onward ORDER BY ready_ns DESC NULLS LAST) = 1
 )
 SELECT before, after, if(onward, 'forward', 'backward') AS direction, median(end_ns - ready_ns) / 1e6 AS measured_ms,
        count(*) / (SELECT count(*) FROM (SELECT DISTINCT step, rank FROM received r

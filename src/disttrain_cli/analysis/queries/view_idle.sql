@@ -10,7 +10,7 @@
 -- other_stage_s, transfer_s, drain_s, update_s, gap_s
 CREATE VIEW idle AS
 WITH edges AS (
-    SELECT step, rank, any_value(host) AS host, any_value(unit) AS unit, any_value(stage) AS stage,
+    SELECT step, rank, any_value(host) AS host, any_value(unit) AS unit, min(stage) AS stage,
            any_value(replica) AS replica, min(start_ns) AS first_ns,
            min(start_ns) FILTER (operation = 'backward') AS first_backward_ns, max(end_ns) AS last_ns
     FROM operations WHERE measured AND operation IN ('forward', 'backward', 'weights') GROUP BY step, rank

@@ -115,7 +115,8 @@ def moved(job: Job, giver: str, taker: str) -> Layout | None:
 def with_replicas(job: Job, replicas: dict[str, int]) -> Layout | None:
     """Return the layout with other replicas of some units; None if batch or memory do not allow it.
 
-    It has as many slots as the recorded one, or the most below that which divide the global batch.
+    It has as many slots as the recorded one, or the most below that which divide the global batch
+    (of several stages on a rank, a multiple of PP).
     No stage may need more memory than there is, or, if the recorded job did too by the profile,
     more than that.
     """
@@ -127,11 +128,10 @@ def with_replicas(job: Job, replicas: dict[str, int]) -> Layout | None:
         ep = math.gcd(unit.ep, ranks)
         changes = {"ep": ep, "ep_overlap": unit.ep_overlap and ep > 1}
         units.append(unit.model_copy(update=changes | {"dp": dp, "gpus": ranks * unit.pp}))
-    dp = units[layout.index_of(llm)].dp
-    slots = next(
-        (n for n in range(layout.microbatches, 0, -1) if layout.global_batch_size % (dp * n) == 0),
-        0,
-    )
+    trunk = units[layout.index_of(llm)]
+    dp, fewer = trunk.dp, trunk.pp if trunk.chunks > 1 else 1
+    possible = range(layout.microbatches, 0, -fewer)
+    slots = next((n for n in possible if layout.global_batch_size % (dp * n) == 0), 0)
     if not slots:
         return None
     changed = layout.model_copy(
