@@ -102,6 +102,14 @@ def test_a_plan_with_chunks_is_predicted(overlap: bool) -> None:
     assert timed(profile, replace(cluster, splits=True), cut, draws=draws)[0] == cut
 
 
+def test_the_best_ordering_is_sought_with_chunks_on_their_ranks() -> None:
+    profile, cluster, layout = made(slots=8)
+    cut = cut_into(profile, layout, 2)
+    assert cut is not None
+    loads = Draws(profile, cluster).loads(cut, 0, "best")
+    assert {load.shape[:2] for load in loads.values()} == {(8, 2)}
+
+
 def test_chunks_keep_more_slots_in_flight() -> None:
     profile, cluster, layout = made(slots=8)
     draws = Draws(profile, cluster)

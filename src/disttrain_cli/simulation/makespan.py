@@ -41,6 +41,7 @@ def iterations_s(
         forward_s, backward_s: durations of the passes.
         weight_s: weight gradients of split backwards; None: backwards are not split.
     """
+    assert not pipeline.devices, "1F1B, with a stage for each rank"
     program, steps = program_of(pipeline), forward_s.shape[-1]
     times_s = np.empty(steps)
     for chunk in _chunks(program, steps):

@@ -68,8 +68,9 @@ class Best:
     def orders(self, sizes: Sizes) -> Iterator[Assignment]:
         """Yield all assignments to try."""
         counts, costs = count_costs(sizes, self._inputs), self.costs(sizes)
-        stages = sum(unit.pp for unit in self._layout.units)
-        many = self._layout.microbatches * stages > MOST_PASSES
+        stages = sum(unit.stages for unit in self._layout.units)
+        # the searches simulate 1F1B with a stage for each rank
+        many = self._layout.microbatches * stages > MOST_PASSES or self._llm.chunks > 1
         paper = assign(counts, self._layout, self._inputs.llm, "paper")
         yield from (paper, assign(counts, self._layout, self._inputs.llm, "none"))
         if len(self._layout.units) == 1:
