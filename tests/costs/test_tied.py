@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from disttrain_cli.costs.layout import optimizer_s, reduce_s, stages_of
+from disttrain_cli.costs.layout import by_device, optimizer_s, reduce_s, stages_of
 from disttrain_cli.costs.links import all_reduce_s
 from disttrain_cli.costs.memory import GIB, layout_memory
 from disttrain_cli.costs.overlap import hidden
@@ -82,6 +82,27 @@ def test_states_are_there_once_on_one_stage(
         )
     plan = layout([3, 3], zero_stage)
     assert layout_memory(tied, plan, 4.0) == layout_memory(apart, plan, 4.0)
+
+
+def test_states_are_there_once_on_two_stages_of_a_rank() -> None:
+    profiled = profiles("bf16")
+    unit = UnitPlan(
+        name="all",
+        modules=list(profiled[0].modules),
+        dp=DP,
+        pp=2,
+        chunks=2,
+        gpus=2 * DP,
+        layers_per_stage=[4, 1, 4, 5],
+    )
+    plan = Layout(
+        global_batch_size=32, microbatch_size=2, microbatches=8, gpus_used=2 * DP, units=[unit]
+    )
+    one, two = (layout_memory(profile, plan, 4.0)[1] for profile in profiled)
+    assert (two.weights_gib - one.weights_gib) * GIB == pytest.approx(SHARED * 2)
+    assert (two.peak_gib - one.peak_gib) * GIB == pytest.approx(SHARED * 12)
+    mine, both = (by_device(stages_of(profile, plan))[1] for profile in profiled)
+    assert both.trained - mine.trained == SHARED
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1])

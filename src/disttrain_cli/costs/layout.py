@@ -24,7 +24,7 @@ from disttrain_cli.costs.flops import flops_parts
 from disttrain_cli.costs.freezing import Backward, backwards
 from disttrain_cli.costs.links import COLLECTIVES, all_gather_s, all_reduce_s, p2p_s, ring_link
 from disttrain_cli.costs.memoised import memoised
-from disttrain_cli.costs.memory import WEIGHT_BYTES, tied_in
+from disttrain_cli.costs.memory import WEIGHT_BYTES, shared_by_ranks
 from disttrain_cli.costs.replicated import dealt_ms
 from disttrain_cli.costs.stage import backward_parts, forward_parts, shard_of
 from disttrain_cli.spec.layer_costs import Polynomial
@@ -99,7 +99,8 @@ def stages_of(profile: Profile, layout: Layout) -> list[CostedStage]:
     does = backwards(profile, layout.trained)
     stages: list[CostedStage] = []
     known: dict[Hashable, list[Cost]] = {}  # many stages hold the same layers
-    for stage in stage_graph(layout, profile.inputs.llm, profile.tied_layers).stages:
+    graph = stage_graph(layout, profile.inputs.llm, profile.tied_layers)
+    for stage in graph.stages:
         unit, start = stage.unit, sum(stage.unit.layers_per_stage[: stage.index])
         layers = [
             (name, layer)
@@ -117,7 +118,7 @@ def stages_of(profile: Profile, layout: Layout) -> list[CostedStage]:
         counts = {kind: _trained(profile, unit, *kind) for kind in dict.fromkeys(kinds)}
         numbers, expert_numbers = map(list, zip(*(counts[kind] for kind in kinds), strict=True))
         shared = _shared(profile, unit, does)
-        if (places := tied_in(profile, stage)) is not None:
+        if (places := shared_by_ranks(profile, stage, graph.stages)) is not None:
             numbers[places[1]] -= shared
         stages.append(
             CostedStage(

@@ -306,8 +306,10 @@ def layout_memory(profile: Profile, layout: Layout, limit_gib: float) -> list[St
                 if not later and own[1][owner]:
                     waiting[owner:sharer] = weight[span][owner]
                 working = working + waiting
-                for values in own:
-                    values[sharer] -= values[owner]
+            if (places := shared_by_ranks(profile, stage, local)) is not None:
+                owner, sharer = places
+                for values, of_unit in zip(own, states, strict=True):
+                    values[sharer] -= of_unit[owner - local[0].layers.start]
             weight_bytes, gradient_bytes, optimizer_bytes = (float(each.sum()) for each in own)
             appear = profile.precision == "fp32" and flight == layout.microbatches
             keeps, transient, absent = _fullest_moment(
@@ -440,6 +442,23 @@ def tied_in(profile: Profile, stage: Stage) -> tuple[int, int] | None:
     if tied is None or any(layer not in stage.layers for layer in tied):
         return None
     return tied[0] - stage.layers.start, tied[1] - stage.layers.start
+
+
+def shared_by_ranks(
+    profile: Profile, stage: Stage, stages: Sequence[Stage]
+) -> tuple[int, int] | None:
+    """Return two layers with one weight if a stage has the second and its ranks have the first.
+
+    The first is a layer of the model, the second an index in the stage.
+
+    Args:
+        stages: of the same unit; one of them on the same ranks may have the first.
+    """
+    tied = profile.tied_layers
+    if tied is None or tied[1] not in stage.layers:
+        return None
+    both = any(tied[0] in one.layers and one.ranks == stage.ranks for one in stages)
+    return (tied[0], tied[1] - stage.layers.start) if both else None
 
 
 def fits(profile: Profile, layout: Layout, limit_gib: float) -> bool:
