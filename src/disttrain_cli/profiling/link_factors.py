@@ -17,6 +17,7 @@ from disttrain_cli.analysis.job.database import Database
 from disttrain_cli.analysis.job.recorded import waited_transfers
 from disttrain_cli.costs.layout import (
     CostedStage,
+    by_device,
     crossings,
     in_one_node,
     optimizer_s,
@@ -206,7 +207,10 @@ def _reductions(database: Database, job: Job) -> list[_Sample]:
 
 
 def _updates(database: Database, operation: str) -> list[tuple[CostedStage, float]]:
-    """Return stages with the seconds of their reduction or optimizer step, without waiting."""
+    """Return stages with the seconds of their reduction or optimizer step, without waiting.
+
+    Several stages of a rank are one.
+    """
     measured_ms = {
         (row["unit"], row["stage"]): row["measured_ms"]
         for row in database.query("updates")
@@ -214,7 +218,7 @@ def _updates(database: Database, operation: str) -> list[tuple[CostedStage, floa
     }
     return [
         (stage, measured_ms[stage.unit.name, stage.index] / 1e3)
-        for stage in database.stages
+        for stage in by_device(database.stages)
         if (stage.unit.name, stage.index) in measured_ms
     ]
 

@@ -12,6 +12,7 @@ from disttrain_cli.analysis.job.database import Database, open_database
 from disttrain_cli.analysis.job.graph import build_graph
 from disttrain_cli.analysis.job.recorded import waited_transfers
 from disttrain_cli.analysis.job.remedies.replicas import with_replicas
+from disttrain_cli.profiling.link_factors import _updates
 from disttrain_cli.simulation.timeline import Timeline
 from disttrain_cli.spec.plan import Layout, UnitPlan
 from disttrain_cli.spec.profile import Profile
@@ -67,6 +68,13 @@ def test_messages_of_a_slot_are_told_apart_by_stage(
     assert {(1, 2, "forward"), (2, 3, "backward")} <= cuts
     (unit,) = database.query("units")
     assert unit["pp"] == 2
+
+
+def test_updates_of_a_rank_are_those_of_all_its_stages(
+    recorded: tuple[list[Timeline], Database],
+) -> None:
+    layers = [len(stage.held) for stage, _ in _updates(recorded[1], "step")]
+    assert layers == [4 + 3, 3 + 4]
 
 
 def test_other_replicas_keep_slots_a_multiple_of_pp(
