@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -187,9 +188,10 @@ class UnitEngine:
     def _turn_to(self, chunk: int) -> None:
         """Let the next instructions be those of one of the rank's stages."""
         self._chunk, self._state = chunk, self._states[chunk]
+        self._place = replace(self.coords, stage=(self.coords.stage, *self.coords.later)[chunk])
         self.runner, self.upstream, self.downstream = self.chunks[chunk]
         if self.coords.later:
-            self.tracer.stage = (self.coords.stage, *self.coords.later)[chunk].index
+            self.tracer.stage = self._place.stage.index
 
     def _brokers(self) -> Iterator[Broker | Brokers]:
         for _, *brokers in self.chunks:
@@ -393,8 +395,8 @@ class UnitEngine:
     def _at(self, operation: str, slot: int) -> Iterator[None]:
         """Locate any error of an operation, NCCL's in its messages among them."""
         with (
-            located(self.coords, operation, slot),
-            out_of_memory(self.coords, self.layout, operation, slot),
+            located(self._place, operation, slot),
+            out_of_memory(self._place, self.layout, operation, slot),
         ):
             yield
 
