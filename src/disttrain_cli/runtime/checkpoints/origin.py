@@ -19,6 +19,7 @@ from disttrain_cli.runtime.checkpoints.folder import (
     changed_since,
     check_tied,
     describe,
+    held,
     latest,
     newly_trained,
 )
@@ -137,8 +138,9 @@ def check(run: Run, folder: Path) -> list[str]:
         for layer in build_layers(run, index, index + 1, device="meta")
     ]
     if _is_checkpoint(folder):
-        _check_stored(folder, layers)
-        check_tied(folder, shared_names(layer_table(run)))
+        with held(folder):
+            _check_stored(folder, layers)
+            check_tied(folder, shared_names(layer_table(run)))
         notes = [f"{name}: weights from {folder}." for name in taken]
     else:
         notes = _from_export(folder, run, layers, lambda layer, path, whole: None)
