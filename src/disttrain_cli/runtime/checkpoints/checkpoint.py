@@ -60,7 +60,17 @@ if TYPE_CHECKING:
     from disttrain_cli.runtime.checkpoints.averaging import Average
     from disttrain_cli.runtime.engine.engine import UnitEngine
 
-__all__ = ["Opened", "Saver", "load", "named_parameters", "read_tensors", "resume", "save"]
+__all__ = [
+    "Opened",
+    "Saver",
+    "load",
+    "load_weights",
+    "named_parameters",
+    "opened",
+    "read_tensors",
+    "resume",
+    "save",
+]
 
 
 class Saver(Hook):
