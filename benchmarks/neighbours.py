@@ -52,8 +52,7 @@ def around(profile: Profile, cluster: Cluster, layout: Layout) -> Iterator[Layou
             if cluster.batch % size or sum(shape.gpus for shape in shapes) > cluster.gpus:
                 continue
             other = layout_with(units, cluster, shapes, size, "auto")
-            name = other and f"{other.describe()} M {microbatch}"
-            if other is None or name is None or name in seen:
+            if other is None or (name := other.model_dump_json()) in seen:
                 continue
             seen.add(name)
             if fits(profile, other, cluster.memory_gib):

@@ -357,11 +357,12 @@ def test_halves_are_chosen_where_they_save_time() -> None:
     assert not helps(PROFILE.model_copy(update={"links": instant}))
 
 
-def test_groups_that_begin_inside_a_node_are_priced_by_their_nodes() -> None:
-    profile = synthetic.on_nodes(PROFILE, 4)
+def test_groups_that_neither_divide_nor_fill_nodes_are_priced_by_their_nodes() -> None:
     given = over(4)
-    begins_at = {3: (4, 0), 4: (0, 1)}  # first rank of the LLM → nodes of its groups, crossings
-    for encoders, (nodes, inside) in begins_at.items():
+    # devices of a node, first rank of the LLM → nodes of its groups, True if inside one
+    begins_at = {(4, 3): (4, False), (4, 4): (0, True), (10, 10): (1, True)}
+    for (node, encoders), (nodes, inside) in begins_at.items():
+        profile = synthetic.on_nodes(PROFILE, node)
         units = [
             unit.model_copy(update={"dp": encoders, "gpus": encoders})
             if unit.modules == ["image_encoder"]
@@ -374,4 +375,4 @@ def test_groups_that_begin_inside_a_node_are_priced_by_their_nodes() -> None:
         assert (stage.ranks[0], shape.ep_nodes) == (encoders, nodes)
         cost = profile.modules["llm"].costs["block"]
         (link, _), *others = exchanged_bytes(profile, "llm", cost, shape, "trained")
-        assert not others and (link == profile.links.of(True)) == bool(inside)
+        assert not others and (link == profile.links.of(True)) == inside

@@ -76,6 +76,32 @@ def test_replicas_follow_items_that_are_not_cut(
     assert {items, -(-items // 2), -(-items // 3)} <= replicas
 
 
+def test_a_layout_that_recomputes_is_another(
+    case: tuple[Profile, list[Unit], Cluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(climbing, "estimate_s", lambda *given: 1.0)
+    _, units, cluster = case
+    cluster, build = replace(cluster, checkpointing="auto"), built(case)
+    start, offered = build(LOPSIDED, 8), list[Layout]()
+    assert start is not None
+
+    def has_room(layout: Layout) -> bool:
+        offered.append(layout)
+        return False
+
+    climb(units, cluster, start, 1.0, build, has_room, lambda _: 1.0, lambda one: (one, 1.0), set())
+    recomputed = {
+        (layout.microbatch_size, *(unit.checkpointing for unit in layout.units))
+        for layout in offered
+        if layout.describe() == start.describe()
+    }
+    assert recomputed >= {
+        (2, False, True, False),
+        (1, False, False, False),
+        (1, False, True, False),
+    }
+
+
 @pytest.mark.slow
 def test_the_way_up_gets_faster_and_ends_where_no_neighbour_is(
     case: tuple[Profile, list[Unit], Cluster], monkeypatch: pytest.MonkeyPatch

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
@@ -22,7 +24,7 @@ from disttrain_cli.planning.sharing import experts_sentence, sharing_sentence
 from disttrain_cli.planning.solve import solve_for
 from disttrain_cli.planning.units import Cluster, groupings
 from disttrain_cli.spec.layer_costs import Heads
-from disttrain_cli.spec.plan import Layout
+from disttrain_cli.spec.plan import Layout, Plan, UnitPlan
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.progress import silent
 from disttrain_cli.spec.shape import ParallelShape
@@ -223,6 +225,25 @@ def test_a_plan_says_what_sharing_gains(monkeypatch: pytest.MonkeyPatch) -> None
     for move in found.now.units:
         tp, dp, pp = move.shape_then
         assert move.gpus_then == tp * move.cp_then * dp * pp
+
+
+def test_a_baseline_without_sharing_has_the_baseline_s_features(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    profile, clusters = profile_of(), list[Cluster]()
+    unit = UnitPlan(name="llm", modules=["llm"], cp=2, gpus=2, layers_per_stage=[6])
+    layout = SimpleNamespace(strategy="megatron", units=[unit])
+    plan = cast(Plan, SimpleNamespace(plan=layout, alternatives=[]))
+
+    def ranking(profile: Profile, cluster: Cluster, *given: object, **named: object) -> object:
+        clusters.append(cluster)
+        return [], 0, 0
+
+    monkeypatch.setattr("disttrain_cli.planning.sharing.ranking", ranking)
+    cluster = replace(ONE, splits=True)
+    said = sharing_sentence(plan, profile, cluster, Draws(profile, cluster))
+    assert said is not None and said.endswith("no layout without it fits.")
+    assert [(one.splits, one.most_cp) for one in clusters] == [(False, 1)]
 
 
 @pytest.mark.slow

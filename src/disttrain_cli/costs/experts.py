@@ -127,12 +127,14 @@ def local_shard(
 
 
 def placed(profile: Profile, stage: Stage) -> ParallelShape:
-    """Return a stage's shape with the nodes of its EP groups if its unit begins inside a node.
+    """Return a stage's shape with the nodes of its EP groups if these neither divide nor fill any.
 
-    Groups then may lie in more nodes, in shorter runs, than the search assumes.
+    Of a unit that begins inside a node they may lie in more nodes, in shorter runs, than the search
+    assumes; of a degree that does not divide a node, in fewer.
     """
     shape, node = stage.unit.shape, profile.links.gpus_per_node
-    if not node or stage.ranks[0] % math.gcd(shape.ep, node) == 0:
+    run = math.gcd(shape.ep, node or shape.ep)
+    if not node or (run in (shape.ep, node) and stage.ranks[0] % run == 0):
         return shape
     return replace(shape, ep_nodes=stage.ep_nodes(node))
 

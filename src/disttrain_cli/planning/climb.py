@@ -75,8 +75,9 @@ def climb(
 
 
 def _name(layout: Layout) -> str:
-    splits = [unit.layers_per_stage for unit in layout.units]
-    return f"{layout.describe()} M {layout.microbatch_size} {splits}"
+    """Return a name that layouts share if they differ in nothing but their schedule."""
+    stages = [(unit.layers_per_stage, unit.checkpointing) for unit in layout.units]
+    return f"{layout.describe()} M {layout.microbatch_size} {stages}"
 
 
 def _shifted(units: list[Unit], cluster: Cluster, layout: Layout) -> Iterator[Layout]:

@@ -3,8 +3,8 @@
 All layouts of a plan are simulated on the same batches, and many of them differ in one unit only.
 So batches are drawn once, and results of an ordering are cached by their dependencies: for the
 policy `paper` the sequences of every slot, before slots are ordered, by the LLM's replicas and
-microbatch, and a module's work by these and its unit's replicas. The last few of each are cached;
-for other policies, which take longer, every layout's work.
+microbatch, and a module's work by these and its unit's replicas. The last few of each are cached,
+and every order of slots; for other policies, which take longer, every layout's work.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from disttrain_cli.planning.layouts import layout_of
 from disttrain_cli.planning.options import Rows
 from disttrain_cli.planning.predict import batches, predict
 from disttrain_cli.planning.search import search
-from disttrain_cli.planning.solve import ranked_as, ranking
+from disttrain_cli.planning.solve import ranked_as, ranking, run_by
 from disttrain_cli.planning.split_backward import timed
 from disttrain_cli.planning.units import Cluster, Unit, groupings, sharing, units_of
 from disttrain_cli.spec.plan import Layout, Plan
@@ -39,6 +39,7 @@ def sharing_sentence(plan: Plan, profile: Profile, cluster: Cluster, draws: Draw
         draws: the batches on which it was simulated.
     """
     length, strategy = profile.inputs.sequence_length, plan.plan.strategy
+    cluster = run_by(cluster, strategy)
     if shares(plan.plan):
         shared = ", ".join(
             f"{unit.name} over {unit.cp} ranks"
@@ -98,7 +99,7 @@ def experts_sentence(plan: Plan, profile: Profile, cluster: Cluster, draws: Draw
         if all(len(unit.eps) == 1 for unit in units_of(profile, cluster, plan.plan)):
             return None
         return "Experts   whole on every rank (EP 1), which is faster and fits."
-    alone = replace(cluster, most_ep=1)
+    alone = replace(run_by(cluster, strategy), most_ep=1)
     known_s = [
         other.iteration_s
         for other in (*plan.alternatives, *plan.baselines.values())
