@@ -39,6 +39,7 @@ def chained(levels):
         ("a: 1\nb: 2024-99-99", "in line 2, column 4"),
         ("a: 1\nb: !!int x", "in line 2, column 4"),
         ("a: 1\nb: -1:30.5", "-1:30.5 is -90.5 in YAML, which reads it in base 60"),
+        ("a: 1\nb: 0360", "0360 is 240 in YAML, which reads it in base 8"),
         ("a: 1\na: 2", "the key 'a' is given twice\n  in line 2"),
         ("a: 1\n\tb: 2", "in line 2"),
     ],

@@ -31,10 +31,10 @@ class _Loader(yaml.CSafeLoader):
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
             value = super().construct_object(node, deep)
-            if isinstance(value, int | float) and ":" in node.value:
+            if isinstance(value, int | float) and (base := _unusual_base(node.value)):
                 raise ValueError(
-                    f"{node.value} is {value} in YAML, which reads it in base 60: write that, or"
-                    f" '{node.value}' for a text"
+                    f"{node.value} is {value} in YAML, which reads it in base {base}: write that,"
+                    f" or '{node.value}' for a text"
                 )
             return value
         # 2026-13-45 looks like a date and is none; a number of 5,000 digits
@@ -42,6 +42,13 @@ class _Loader(yaml.CSafeLoader):
             raise yaml.constructor.ConstructorError(
                 None, None, str(error), node.start_mark
             ) from None
+
+
+def _unusual_base(number: str) -> int | None:
+    """Return 60 for 1:30 and 8 for 0360, which most people and programs read otherwise."""
+    if ":" in number:
+        return 60
+    return 8 if re.fullmatch(r"[-+]?0[0-7_]+", number) else None
 
 
 def load_yaml(text: str) -> Any:
