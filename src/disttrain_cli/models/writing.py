@@ -1,20 +1,24 @@
 """Text generation: encoders once, then the LLM's layers token by token.
 
-Every token runs its entire sequence again: simple, the same for any family of decoders, and slow
-for long texts.
+Every token runs its sequence again, as far as it is written: simple, the same for any family of
+decoders, and slow for long texts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from disttrain_cli.models.decoder import Head
-from disttrain_cli.models.layer import Batch, PipelineLayer
+from disttrain_cli.models.layer import Batch, Items, PipelineLayer
 from disttrain_cli.spec.inputs import ModelInputs
+
+#: Tokens by which sequences grow: some room behind them costs less than a new batch per token.
+ROOM = 8
 
 
 @torch.no_grad()
@@ -40,7 +44,7 @@ def write(
     """
     assert batch.token_ids is not None
     ids = batch.token_ids.clone()
-    batch, (count, width) = replace(batch, token_ids=ids), ids.shape
+    count, width = ids.shape
     *decoder, head = [layer for layer in layers if layer.module == inputs.llm]
     assert isinstance(head, Head)
     read: dict[str, Tensor] = {}
@@ -52,13 +56,18 @@ def write(
     ]
     written: list[list[int]] = [[] for _ in range(count)]
     going = [number for number in range(count) if most and lengths[number] < width]
+    begun, filled = batch, 0
     while going:
-        state = dict(read)
-        for layer in decoder:
-            state.update(layer(state, batch))
         at = [lengths[number] + len(written[number]) for number in going]
+        if max(at) > filled:
+            filled = min(width, max(at) + ROOM)
+            begun = _beginning(batch, filled)
+        state = dict(read)
+        begun = replace(begun, token_ids=ids[:, :filled].contiguous(), cache={})
+        for layer in decoder:
+            state.update(layer(state, begun))
         rows = torch.tensor(
-            [number * width + index - 1 for number, index in zip(going, at, strict=True)]
+            [number * filled + index - 1 for number, index in zip(going, at, strict=True)]
         )
         logits = head.logits(state["hidden"].index_select(0, rows.to(state["hidden"].device)))
         chosen = [
@@ -75,6 +84,25 @@ def write(
                 open_rows += [number] if index + 1 < width and len(written[number]) < most else []
         going = open_rows
     return written
+
+
+def _beginning(batch: Batch, filled: int) -> Batch:
+    """Return the first tokens of every sequence of a batch; the items are all among them."""
+    assert batch.token_ids is not None and batch.positions is not None
+    count, width = batch.token_ids.shape
+
+    def moved(items: Items) -> Items:
+        def at(rows: Any) -> Any:
+            return None if rows is None else rows // width * filled + rows % width
+
+        return replace(items, rows=at(items.rows), at=at(items.at))
+
+    return replace(
+        batch,
+        items={item: moved(items) for item, items in batch.items.items()},
+        positions=batch.positions[..., :filled].contiguous(),
+        sample_lengths=[filled] * count,
+    )
 
 
 def _choose(logits_V: Tensor, temperature: float, draws: torch.Generator) -> int:
