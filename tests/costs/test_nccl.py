@@ -195,3 +195,9 @@ def test_connections_are_priced_as_they_are_counted(seed: int) -> None:
         assert nccl.collective_mib(device, dearest) >= own_mib
         counted, reserve = max(sum(each.values()) for each in counts), priced.reserve_gib * 1024
         assert 0.99 * counted <= reserve <= 1.05 * sum(most.values()) + 64, stage.name
+
+
+def test_variables_that_change_what_is_priced_are_named() -> None:
+    assert nccl.unpriced({"NCCL_DEBUG": "INFO", "NCCL_SOCKET_IFNAME": "eth0"}) == []
+    (note,) = nccl.unpriced({"NCCL_MAX_CTAS": "4", "NCCL_BUFFSIZE": "1048576", "HOME": "/"})
+    assert note.startswith("NCCL_MAX_CTAS=4, NCCL_BUFFSIZE=1048576: ")

@@ -19,6 +19,7 @@ of NVLink SHARP, 32 MiB for each GPU of a node where an all-reduce chooses it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -47,6 +48,21 @@ CHANNELS_PER_GPU = 4
 # ncclTopoGetNchannels: to fill a network device of 400 Gbit/s; 2 before NCCL 2.29
 NETWORK_PEER_CHANNELS = 4
 PEERS_PER_BATCH = 8  # NCCL_MAX_DEV_WORK_P2P_PER_BATCH
+#: Variables that change how many channels there are, how large their buffers, or what they cross.
+UNPRICED = (
+    *(f"NCCL_{bound}_{unit}" for bound in ("MIN", "MAX") for unit in ("CTAS", "NCHANNELS")),
+    *("NCCL_MIN_P2P_NCHANNELS", "NCCL_MAX_P2P_NCHANNELS", "NCCL_NCHANNELS_PER_NET_PEER"),
+    *("NCCL_BUFFSIZE", "NCCL_LL_BUFFSIZE", "NCCL_LL128_BUFFSIZE"),
+    *("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE", "NCCL_NET_GDR_LEVEL"),
+)
+
+
+def unpriced(environment: Mapping[str, str]) -> list[str]:
+    """Return a note on variables of an environment that plans do not price, if there are any."""
+    found = [f"{name}={environment[name]}" for name in UNPRICED if name in environment]
+    if not found:
+        return []
+    return [f"{', '.join(found)}: NCCL's memory and rates are not those of the plan."]
 
 
 def peer_channels(ctas: int, ranks: int, inside_a_node: bool) -> int:

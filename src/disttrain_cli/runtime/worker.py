@@ -11,6 +11,7 @@ initial weights, if any.
 from __future__ import annotations
 
 import json
+import os
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import Any
 import torch.distributed as dist
 
 from disttrain_cli.calls import call
+from disttrain_cli.costs.nccl import unpriced
 from disttrain_cli.data.epochs.mixture import Mixture, mixture_of
 from disttrain_cli.data.index.sample_index import Index, held_out
 from disttrain_cli.data.loader import Loader
@@ -82,7 +84,8 @@ def before_fork(payload: dict[str, Any]) -> list[str]:
     if "start_file" in payload:
         return []
     start = origin.where(Path(payload["from"]), run.dir.root) if "from" in payload else None
-    return origin.starts(run, start, payload["resume"])
+    notes = origin.starts(run, start, payload["resume"])
+    return notes + (unpriced(os.environ) if payload["device"] == "cuda" else [])
 
 
 def main(payload: dict[str, Any]) -> None:
