@@ -22,7 +22,7 @@ STEPS, RESUMED_STEPS = 3, 5
 #: so few steps that its profile ends at the least budget.
 SMALLER = {
     "  gpus_per_node: 6": "  gpus_per_node: 4",
-    "  steps: 360": "  steps: 24",
+    "  steps: 240": "  steps: 24",
     "  images: 100": "  images: 2",
     "  denoising_steps: 20": "  denoising_steps: 4",
     "  read: 100": "  read: 3",

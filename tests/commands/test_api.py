@@ -62,8 +62,8 @@ def test_epochs_are_steps_of_the_profiled_data(run_folder):
     write_whole(read_run(path).dir.plan, "no plan")
     said = plan(path, sensitivity=False, note=notes.append).explanation.sentences
     assert len(notes) == 1 and "Not compared with" in notes[0]
-    assert any(one.startswith("Training 360 steps × 6 = 93.9 passes over 23 seq") for one in said)
-    path.write_text(path.read_text().replace("  steps: 360", "  epochs: 2.5"))
+    assert any(one.startswith("Training 240 steps × 6 = 62.6 passes over 23 seq") for one in said)
+    path.write_text(path.read_text().replace("  steps: 240", "  epochs: 2.5"))
     assert read_run(path).file.train.total_steps == 10
     (run_folder / "runs/tiny/profile.json").unlink()
     with pytest.raises(SpecError, match="not known in steps yet") as caught:
