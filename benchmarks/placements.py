@@ -290,7 +290,7 @@ def _peaks(case: Case, layout: Layout, delay: int | None) -> Floats:
 def whole_ms(profile: Profile, name: str, tp: int = 1) -> float:
     """Forward and backward of a whole module for the mean sequence, TP messages as is faster."""
     module = profile.modules[name]
-    overlap = tp > 1 and overlap_helps(profile, [name], ParallelShape(tp=tp))
+    overlap = tp > 1 and overlap_helps(profile, [name], ParallelShape(tp=tp), "tp")
     shards = [module.costs[kind].tp[str(tp)] for kind in module.layers]
     return sum(
         part(module.work_per_sequence)

@@ -16,7 +16,6 @@ from disttrain_cli.costs.experts import (
     exchanged_ms,
     local_shard,
     misfit,
-    overlap_helps,
     placed,
 )
 from disttrain_cli.costs.layout import optimizer_s, reduce_s, replica_ms, stages_of
@@ -24,7 +23,7 @@ from disttrain_cli.costs.links import all_reduce_s, exchange_s
 from disttrain_cli.costs.memory import GIB, bytes_per_parameter, layout_memory
 from disttrain_cli.costs.overlap import hidden
 from disttrain_cli.costs.routing import QUANTILE, balanced, drawn, slowest
-from disttrain_cli.costs.stage import unit_times
+from disttrain_cli.costs.stage import overlap_helps, unit_times
 from disttrain_cli.planning.traffic import traffic_of
 from disttrain_cli.spec.layer_costs import Experts, Polynomial, combine
 from disttrain_cli.spec.plan import Layout
@@ -345,7 +344,7 @@ def test_halves_expose_the_first_dispatch_and_the_last_combine(factor: float) ->
 
 def test_halves_are_chosen_where_they_save_time() -> None:
     def helps(profile: Profile, ep: int = 4) -> bool:
-        return overlap_helps(profile, ("llm",), ParallelShape(ep=ep))
+        return overlap_helps(profile, ("llm",), ParallelShape(ep=ep), "ep")
 
     links = PROFILE.links
     slow, instant = (

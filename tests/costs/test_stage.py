@@ -93,4 +93,4 @@ def test_a_profile_that_knows_of_no_overlap_hides_nothing() -> None:
     )
     for mine, theirs in zip(vars(plain).values(), vars(overlapped).values(), strict=True):
         np.testing.assert_array_equal(mine, theirs)
-    assert not overlap_helps(profile, names, ParallelShape(tp=2))
+    assert not overlap_helps(profile, names, ParallelShape(tp=2), "tp")

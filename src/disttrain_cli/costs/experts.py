@@ -28,17 +28,15 @@ a stage's mixtures for saved activations, of the worst mixture for what a pass h
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
 from disttrain_cli.costs import context, nccl, routing
 from disttrain_cli.costs.context import NOTHING, VALUE_BYTES, by_rows
-from disttrain_cli.costs.freezing import Backward, backwards
+from disttrain_cli.costs.freezing import Backward
 from disttrain_cli.costs.hardware import moved_s
 from disttrain_cli.costs.links import GIGABIT_BYTES, exchange_s, ring_bytes
-from disttrain_cli.costs.memoised import memoised
 from disttrain_cli.spec.layer_costs import Experts, LayerCost, LayerShard, Polynomial, combine
 from disttrain_cli.spec.profile import LinkTimes, Profile
 from disttrain_cli.spec.shape import ParallelShape
@@ -184,38 +182,6 @@ def load_ms(
     if does == "still":
         return forward, NOTHING
     return forward, combine((1.0, backward), (float(shape.recompute), forward))
-
-
-@memoised
-def overlap_helps(
-    profile: Profile,
-    modules: Sequence[str],
-    shape: ParallelShape,
-    trained: Sequence[str] | None = None,
-) -> bool:
-    """Return True if exchanging rows in two halves shortens a slot of one mean sequence.
-
-    Without recomputation.
-    """
-    if shape.ep == 1:
-        return False
-    saved_ms = 0.0
-    for name in modules:
-        module = profile.modules[name]
-        layers = Counter(zip(module.layers, backwards(profile, trained)[name], strict=True))
-        for (kind, does), count in layers.items():
-            if (experts := module.costs[kind].experts) is None:
-                continue
-            load = routing.slowest(experts, ep=shape.ep, rows=sent_rows(profile, name, shape))
-            whole_ms, halves_ms = (
-                sum(
-                    time(module.work_per_sequence)
-                    for time in _passes_ms(profile, name, module.costs[kind], one, does, load)
-                )
-                for one in (replace(shape, ep_overlap=False), replace(shape, ep_overlap=True))
-            )
-            saved_ms += count * (whole_ms - halves_ms)
-    return saved_ms > 0.0
 
 
 def _passes_ms(

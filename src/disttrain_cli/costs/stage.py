@@ -8,7 +8,8 @@ options with it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -113,14 +114,22 @@ def overlap_helps(
     profile: Profile,
     modules: Sequence[str],
     shape: ParallelShape,
+    messages: Literal["tp", "ep"],
     trained: Sequence[str] | None = None,
 ) -> bool:
-    """Return True if overlapping TP messages with GEMMs shortens a slot of one mean sequence."""
-    plain, overlapped = (
-        unit_times(profile, modules, shape, trained, overlap) for overlap in (False, True)
+    """Return True if overlapping messages of a group shortens a slot of one mean sequence.
+
+    Args:
+        messages: those of TP groups with GEMMs, or those of EP groups with experts.
+    """
+    whole_ms, overlapped_ms = (
+        sum(map(np.sum, vars(unit_times(profile, modules, one, trained, tp_overlap)).values()))
+        for overlaps in (False, True)
+        for one, tp_overlap in [
+            (shape, overlaps) if messages == "tp" else (replace(shape, ep_overlap=overlaps), False)
+        ]
     )
-    whole_ms = [sum(map(np.sum, vars(times).values())) for times in (plain, overlapped)]
-    return bool(whole_ms[1] < whole_ms[0])
+    return bool(overlapped_ms < whole_ms)
 
 
 def forward_parts(shard: LayerShard, overlap: bool = False) -> list[Polynomial]:

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from disttrain_cli.costs import nccl
 from disttrain_cli.costs.activations import at_worst, kept_share, working_share
-from disttrain_cli.costs.experts import exchanged_ms, local_shard, of_others, overlap_helps
+from disttrain_cli.costs.experts import exchanged_ms, local_shard, of_others
 from disttrain_cli.costs.flops import mfu
 from disttrain_cli.costs.freezing import Backward
 from disttrain_cli.costs.layout import (
@@ -49,7 +49,13 @@ from disttrain_cli.costs.memory import (
     reserved_bytes,
     tied_in,
 )
-from disttrain_cli.costs.stage import backward_parts, forward_parts, shard_of, tp_degrees
+from disttrain_cli.costs.stage import (
+    backward_parts,
+    forward_parts,
+    overlap_helps,
+    shard_of,
+    tp_degrees,
+)
 from disttrain_cli.planning.bounds import divisors
 from disttrain_cli.planning.draws import Draws
 from disttrain_cli.planning.predict import batches
@@ -112,7 +118,8 @@ class Sharding:
                     ep_overlap=overlap_helps(
                         self.profile,
                         list(modules),
-                        ParallelShape(ep=self.ep, recompute=self.recomputes),
+                        ParallelShape(ep=self.ep),
+                        "ep",
                         self.cluster.trained,
                     ),
                     gpus=self.ranks,

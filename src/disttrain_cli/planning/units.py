@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from disttrain_cli.calls import call
-from disttrain_cli.costs import experts
 from disttrain_cli.costs.activations import kept_share, working_share
 from disttrain_cli.costs.context import fits_nodes, misfit, most_cp
 from disttrain_cli.costs.freezing import backwards
@@ -279,14 +278,14 @@ class Unit:
         if not self.cluster.hides or shape.tp == 1:
             return False
         alike = replace(shape.of_replica, cp_comm_type="a2a", ep=1, ep_overlap=False)
-        return overlap_helps(self.profile, self.divided, alike, self.cluster.trained)
+        return overlap_helps(self.profile, self.divided, alike, "tp", self.cluster.trained)
 
     def overlaps_exchanges(self, shape: ParallelShape) -> bool:
         """Return True if overlapping exchanges of its EP groups with experts is faster."""
         if not self.cluster.hides or shape.ep == 1:
             return False
         alike = replace(shape.of_replica, cp_comm_type="a2a", recompute=False, ep_overlap=False)
-        return experts.overlap_helps(self.profile, self.modules, alike, self.cluster.trained)
+        return overlap_helps(self.profile, self.divided, alike, "ep", self.cluster.trained)
 
     def layer_ms(self, shape: ParallelShape, overlap: bool | None = None) -> tuple[Floats, Floats]:
         """Return time and transfers of every layer as (base, slope per sequence), in ms.
