@@ -176,6 +176,19 @@ def test_random_numbers_in_training_are_refused(name):
         built(name, router_jitter_noise=0.1)
 
 
+@pytest.mark.parametrize(
+    ("name", "field", "value"),
+    [
+        *((one, "output_router_logits", True) for one in ("mixtral", "qwen3_moe", "gpt_oss")),
+        ("bamba", "z_loss_coefficient", 0.1),
+    ],
+)
+def test_further_losses_of_the_library_are_refused(name, field, value):
+    """None is on by default: a coefficient alone (`router_aux_loss_coef`) adds no loss there."""
+    with pytest.raises(SpecError, match=field):
+        built(name, **{field: value})
+
+
 def test_vision_tokens_of_an_image_see_each_other():
     """Gemma 3: in all layers, with windows, too; equal to the library's whole model."""
     from transformers import Gemma3Config, Gemma3ForConditionalGeneration

@@ -112,6 +112,11 @@ _COUNTS = (
     "vocab_size",
     "head_dim",
 )
+#: Fields with which the library adds a loss to the text's that is not trained here, and why not.
+_UNTRAINED_LOSSES = {
+    "output_router_logits": "false: auxiliary losses of routers are not trained",
+    "z_loss_coefficient": "0: the loss on the logits' size is not trained",
+}
 #: Fields of dropout probabilities.
 _DROPOUT = re.compile("^(?!classifier).*(dropout|pdrop|layerdrop)")
 
@@ -170,9 +175,9 @@ def check_decoder(name: str, spec: ModuleSpec, config: Any) -> None:
         )
     if own_head_width is not None and (own_head_width < 2 or own_head_width % 2):
         raise wrong(name, "head_dim", own_head_width, "even, for rotary positions")
-    if getattr(config, "output_router_logits", False):
-        allowed = "false: auxiliary losses of routers are not trained"
-        raise wrong(name, "output_router_logits", True, allowed)
+    for field, allowed in _UNTRAINED_LOSSES.items():
+        if value := getattr(config, field, None):
+            raise wrong(name, field, value, allowed)
     if positions_of(config) == "mrope":
         _check_sections(name, config)
     window, types = number_of(config, "sliding_window"), getattr(config, "layer_types", None)
