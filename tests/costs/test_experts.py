@@ -316,7 +316,10 @@ def test_a_wrong_degree_is_refused_by_name(modules: list[str], ep: int, words: s
 
 @pytest.mark.parametrize("factor", [0.0, 1.0, 1e3])
 def test_halves_expose_the_first_dispatch_and_the_last_combine(factor: float) -> None:
-    """Whether the experts take no time, some, or far longer than the exchanges."""
+    """Whether the experts take no time, some, or far longer than the exchanges.
+
+    Of a backward the last combine is overlapped with the gradients of the weights.
+    """
     profile, shape = balanced(PROFILE), ParallelShape(ep=4)
     cost, work = profile.modules["llm"].costs["block"], profile.modules["llm"].work_per_sequence
     shard = cost.tp["1"]
@@ -331,13 +334,19 @@ def test_halves_expose_the_first_dispatch_and_the_last_combine(factor: float) ->
     )
     latency_ms = 1e3 * exchange_s(profile.links, 0.0, 4, 4)
     tiles = TILE_ROWS * TOTAL / 4 / (work.items * profile.inputs.sequence_length * CHOSEN)
-    for counts_ms, before, after, computing_ms in zip(
-        (latency_ms, 0.0), whole, halves, experts, strict=True
+
+    def slowed_ms(alone_ms: float, way_ms: float) -> float:
+        return alone_ms + SLOWED * min(alone_ms, way_ms)
+
+    for counts_ms, before, after, computing_ms, share in zip(
+        (latency_ms, 0.0), whole, halves, experts, (0.0, 0.5), strict=True
     ):
         way_ms = (before - counts_ms) / 4 + latency_ms / 2  # half of the rows, all of the latency
-        half_ms = computing_ms * (0.5 + tiles) + 1e3 * HALF_S / 2
-        slowed_ms = half_ms + SLOWED * min(half_ms, way_ms)
-        expected = 2 * way_ms + 2 * max(way_ms, slowed_ms) - computing_ms
+        rows_ms = (1 - share) * computing_ms * (0.5 + tiles) + 1e3 * HALF_S / 2
+        rows_ms = slowed_ms(rows_ms, way_ms)
+        weights_ms = slowed_ms(share * computing_ms * (1 + 2 * tiles), way_ms)
+        longer_ms = max(way_ms, rows_ms)
+        expected = way_ms + longer_ms + max(rows_ms + weights_ms, longer_ms + way_ms) - computing_ms
         assert after - counts_ms == pytest.approx(expected)
         assert computing_ms > 0.0 or after > before
 

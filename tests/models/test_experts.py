@@ -171,6 +171,27 @@ def test_bytes_of_exchanges_are_those_of_prices(ep: int, nodes: int, overlap: bo
         assert size == pytest.approx(float(mean), rel=0.03)
 
 
+@pytest.mark.parametrize(("overlap", "remaining"), [(False, 1), (True, 0)])
+def test_weights_have_gradients_once_all_rows_are_on_their_way(
+    overlap: bool, remaining: int
+) -> None:
+    layer, barrier, given = made("gated"), Barrier(2), [None] * 2
+    index = torch.rand(2, 6, EXPERTS).argsort(2)[:, :, :CHOSEN]
+
+    def of_rank(rank: int) -> None:
+        own, group = copy.deepcopy(layer), Group(2, rank, barrier, given, 1, overlap)
+        shard_experts(own, ep=2, rank=rank)
+        join_experts(own, group)  # type: ignore[arg-type]
+        seen: list[int] = []
+        for weight in own.parameters():
+            weight.register_post_accumulate_grad_hook(lambda _: seen.append(len(group.sent)))
+        run(own, torch.randn(6, WIDTH), index[rank], torch.rand(6, CHOSEN))
+        assert seen == [len(group.sent) - remaining] * 2
+
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(of_rank, range(2)))
+
+
 def test_rows_are_counted_in_training_and_once_where_activations_are_recomputed() -> None:
     layer, rows = made("gated"), torch.randn(6, WIDTH, requires_grad=True)
     index = torch.tensor([[0, 3], [3, 1], [0, 3], [3, 1], [1, 0], [3, 0]])

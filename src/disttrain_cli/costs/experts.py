@@ -15,7 +15,12 @@ time of one half one way, hops and copies, and e that of the experts for one hal
     x + max(x, e) + max(e, x) + x
 
 for dispatch, experts and combine, instead of 4 x + 2 e: the first half's dispatch and the second
-half's combine are exposed. e includes what halves cost: experts' weights are read twice and have
+half's combine are exposed. A backward has e = d + w, gradients of rows and those of weights, which
+are computed together, once all rows' gradients are on their way:
+
+    x + max(x, d) + max(d + 2 w, max(x, d) + x)
+
+e includes what halves cost: experts' weights are read twice and have
 two gradients, which are added; an expert's rows fill tiles less; more kernels start; and GEMMs have
 fewer multiprocessors while messages run. Which of x and e is longer is decided at a mean sequence.
 
@@ -212,17 +217,32 @@ def _passes_ms(
     mean = profile.modules[name].work_per_sequence
     tiles = TILE_ROWS * cost.experts.total / shape.ep
     tiles /= sent_rows(profile, name, shape) * cost.experts.chosen
+
+    def at_mean(time: Polynomial) -> float:
+        return time(mean)
+
+    # products for gradients of weights and of rows have equal FLOPs
+    share = 0.5 * cost.experts.trained / cost.experts.parameters * (does == "trained")
+    rows_s, weights_s = _halved_s(profile, cost.experts, shape, does)
     found = []
-    for each, experts, halved_s in zip(
-        sent, computing, _halved_s(profile, cost.experts, shape, does), strict=True
+    for each, experts, later, fixed_s in zip(
+        sent, computing, (0.0, share), (0.0, weights_s), strict=True
     ):
         half = combine((0.25, each), (1.0, way))
-        fixed = Polynomial(base=1e3 * halved_s / 2.0 + tiles * experts(mean))
-        computed = combine((load / 2.0, experts), (1.0, fixed))
-        slowed = min((computed, half), key=lambda time: time(mean))
-        computed = combine((1.0, computed), (SLOWED, slowed))
-        longer = max((computed, half), key=lambda time: time(mean))
-        found.append(combine((2.0, half), (2.0, longer), (-1.0, experts)))
+        rows, weights = (
+            combine(
+                (load * part, experts),
+                (1.0, Polynomial(base=1e3 * more_s + 2.0 * tiles * part * experts(mean))),
+            )
+            for part, more_s in ((0.5 - later / 2.0, rows_s), (later, fixed_s))
+        )
+        rows, weights = (
+            combine((1.0, time), (SLOWED, min(time, half, key=at_mean))) for time in (rows, weights)
+        )
+        first = max(half, rows, key=at_mean)
+        computed, sending = combine((1.0, rows), (1.0, weights)), combine((1.0, first), (1.0, half))
+        last = max(computed, sending, key=at_mean)
+        found.append(combine((1.0, half), (1.0, first), (1.0, last), (-1.0, experts)))
     forward, backward = found
     return forward, NOTHING if does == "still" else backward
 
@@ -230,19 +250,20 @@ def _passes_ms(
 def _halved_s(
     profile: Profile, experts: Experts, shape: ParallelShape, does: Backward
 ) -> tuple[float, float]:
-    """Return the fixed times that halves add to forward and backward: weights, copies, kernels.
+    """Return the fixed times that halves add: to each half's rows, and to gradients of weights.
 
-    A half's gradient of the experts' weights is written, and both are read and their sum written.
+    Experts' weights are read once more. The gradient of them that one half has is written, and both
+    are read and their sum written.
     """
     value_bytes = VALUE_BYTES[profile.precision]
     held, trained = (
         count / shape.ep * value_bytes for count in (experts.parameters, experts.trained)
     )
-    forward, backward = (
-        HALF_S + moved_s(profile.device, profile.precision, moved_bytes)
-        for moved_bytes in (held, held + 4.0 * trained * (does == "trained"))
+    reading_s, adding_s = (
+        moved_s(profile.device, profile.precision, moved_bytes)
+        for moved_bytes in (held, 4.0 * trained * (does == "trained"))
     )
-    return forward, backward
+    return (HALF_S + reading_s) / 2.0, adding_s
 
 
 class RoutedRows(NamedTuple):
@@ -432,9 +453,9 @@ def held_bytes(
     They are in addition to `kept_bytes` and to `transient`, that of a layer with all experts. At
     its experts a rank holds what these do for the rows of the worst mixture, and a row's result;
     rows in exchanges are fewer. Of halves it holds what one needs, and in the backward of the other
-    a gradient of the experts' weights in place of what the first had saved. The peak is there or
-    elsewhere in the layer, at any number of sequences: fixed bytes, which may be negative, make it
-    exact for one and for many.
+    the operands of the first one's gradients of weights in place of what it had saved; in the end
+    those of both halves and two gradients. The peak is there or elsewhere in the layer, at any
+    number of sequences: fixed bytes, which may be negative, make it exact for one and for many.
     """
     if shape.ep == 1 or cost.experts is None:
         return 0.0, 0.0
@@ -446,9 +467,12 @@ def held_bytes(
     gradients = 0.0
     if shape.ep_overlap:
         working /= 2.0
-        saved = load * cost.experts.chosen * _saved_bytes(cost.experts, does) / 2.0 / shape.tp
-        weight_bytes = cost.experts.trained / shape.ep * VALUE_BYTES[profile.precision]
-        gradients = max(0.0, weight_bytes - saved * rows) * (does == "trained")
+        if does == "trained":
+            pairs = load * cost.experts.chosen
+            held = pairs * (cost.experts.deferred_bytes - _saved_bytes(cost.experts, does))
+            working = max(working + max(0.0, held) / 2.0, held)
+            weight_bytes = cost.experts.trained / shape.ep * VALUE_BYTES[profile.precision]
+            gradients = max(0.0, 2.0 * weight_bytes - (working - held) / shape.tp * rows)
     here = (working + _row_bytes(profile, cost.experts)) / shape.tp
     slope = (transient(mean) - transient.base) / shape.cp / rows
     elsewhere = transient.base + (slope - here) * rows if here > slope else transient.base

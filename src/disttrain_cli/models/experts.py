@@ -16,7 +16,9 @@ A group that overlaps (`Group.overlap`) takes a rank's rows in two halves. On CU
 exchanges, with the copies around them, run in a stream of their own: the second half is dispatched
 while the experts compute the first, whose results return while they compute the second. Autograd
 runs each part of the backward in its forward's stream, in reverse order, and makes one stream wait
-for another where a gradient passes between them, so that the backward overlaps likewise.
+for another where a gradient passes between them, so that the backward overlaps likewise. The
+gradients of the experts' weights are computed behind the last exchange of the layer's backward,
+which only the gradients of rows wait for (`Deferral`).
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.nn import functional
 
 from disttrain_cli.models.division import Shard
 from disttrain_cli.models.group import Group
@@ -41,6 +44,7 @@ from disttrain_cli.models.tensor_parallel import narrow
 
 Ints = NDArray[np.int64]
 _RECOMPUTING: ContextVar[bool] = ContextVar("recomputing", default=False)
+_DEFERRAL: ContextVar[Deferral | None] = ContextVar("deferral", default=None)
 
 
 @cache
@@ -52,20 +56,31 @@ def prepare() -> None:
 
     def grouped(rows_SD: Tensor, weight_EDF: Tensor, offs: Tensor) -> Tensor:
         """Return each row's product with its expert's weight [S, F]; rows are sorted by expert."""
-        if rows_SD.is_meta:
-            return _evenly(rows_SD, weight_EDF)
         if rows_SD.is_cuda and weight_EDF.dtype != torch.bfloat16:
             made: Tensor = torch.ops.transformers.grouped_mm_fallback(
                 rows_SD.to(weight_EDF.dtype), weight_EDF, offs=offs
             )
             return made
-        products: Tensor = library(rows_SD, weight_EDF, offs)
+        product = _evenly if rows_SD.is_meta else library
+        deferral = _DEFERRAL.get()
+        if deferral is None or (weight := deferral.weight_of(weight_EDF)) is None:
+            return product(rows_SD, weight_EDF, offs)
+        products: Tensor = _Product.apply(
+            rows_SD.to(weight_EDF.dtype),
+            deferral.anchor,
+            weight_EDF.detach(),
+            offs,
+            weight,
+            weight_EDF is not weight,
+            deferral.operands,
+            product,
+        )
         return products
 
     moe._grouped_mm = grouped
 
 
-def _evenly(rows_SD: Tensor, weight_EDF: Tensor) -> Tensor:
+def _evenly(rows_SD: Tensor, weight_EDF: Tensor, offs: Tensor) -> Tensor:
     """Return products as if experts had equal numbers of rows: work of the grouped GEMM."""
     experts, count = len(weight_EDF), len(rows_SD)
     each = -(-count // experts)
@@ -73,6 +88,99 @@ def _evenly(rows_SD: Tensor, weight_EDF: Tensor) -> Tensor:
     if each * experts > count:
         padded = torch.cat([padded, padded.new_empty(each * experts - count, padded.shape[1])])
     return torch.bmm(padded.unflatten(0, (experts, each)), weight_EDF).flatten(0, 1)[:count]
+
+
+class Operands(NamedTuple):
+    """Operands of the gradient of a weight [E, F, D] or [E, D, F]; rows are sorted by expert."""
+
+    weight: nn.Parameter
+    left_SF: Tensor
+    right_SD: Tensor
+    offs: Tensor  # end of each expert's rows
+
+
+class Deferral:
+    """Gradients of a mixture's weights, computed once all gradients of rows are on their way.
+
+    Grouped products under `active` only save operands in their backward. Autograd runs what is
+    ready in reverse order of the forward: the node made here runs after the backward of all that
+    follows, exchanges among it, and before that of what precedes it.
+    """
+
+    def __init__(self, part: nn.Module) -> None:
+        trained = (weight for weight in part.parameters(recurse=False) if weight.requires_grad)
+        self.weights = [weight for weight in trained if weight.dim() == 3]
+        self.operands: list[Operands] = []
+        self.anchor = _WeightGradients.apply(self.operands, *self.weights) if self.weights else None
+
+    def weight_of(self, weight_EDF: Tensor) -> nn.Parameter | None:
+        """Return the weight that this is, or that it is a transposed view of, if it is trained."""
+        whole = weight_EDF if weight_EDF._base is None else weight_EDF._base
+        return next((weight for weight in self.weights if weight is whole), None)
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        token = _DEFERRAL.set(self)
+        try:
+            yield
+        finally:
+            _DEFERRAL.reset(token)
+
+
+class _WeightGradients(torch.autograd.Function):
+    """Gradients of weights from the operands that grouped products saved in their backward."""
+
+    @staticmethod
+    def forward(ctx: Any, operands: list[Operands], *weights: nn.Parameter) -> Tensor:
+        ctx.operands, ctx.weights = operands, weights
+        return weights[0].new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        sums: dict[int, Tensor] = {}
+        while ctx.operands:
+            weight, left_SF, right_SD, offs = ctx.operands.pop()
+            made = functional.grouped_mm(left_SF.t(), right_SD, offs=offs)
+            del left_SF, right_SD
+            known = sums.get(id(weight))
+            sums[id(weight)] = made if known is None else known.add_(made)
+        return None, *(sums.get(id(weight)) for weight in ctx.weights)
+
+
+class _Product(torch.autograd.Function):
+    """Grouped product whose weight's gradient is computed later (`Deferral`)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows_SD: Tensor,
+        anchor: Tensor,
+        weight_EDF: Tensor,
+        offs: Tensor,
+        weight: nn.Parameter,
+        transposed: bool,
+        operands: list[Operands],
+        product: Callable[[Tensor, Tensor, Tensor], Tensor],
+    ) -> Tensor:
+        ctx.save_for_backward(rows_SD, weight_EDF, offs)
+        ctx.weight, ctx.transposed, ctx.operands, ctx.product = (
+            weight,
+            transposed,
+            operands,
+            product,
+        )
+        return product(rows_SD, weight_EDF, offs)
+
+    @staticmethod
+    def backward(ctx: Any, gradient_SF: Tensor) -> tuple[Tensor | None, ...]:
+        rows_SD, weight_EDF, offs = ctx.saved_tensors
+        gradient_SF = gradient_SF.contiguous()
+        given, gradient = rows_SD.detach(), gradient_SF.detach()
+        left, right = (gradient, given) if ctx.transposed else (given, gradient)
+        ctx.operands.append(Operands(ctx.weight, left, right, offs))
+        gradient_SD = ctx.product(gradient_SF, weight_EDF.transpose(1, 2), offs)
+        # the anchor's gradient has a device, whose thread runs its node in order
+        return gradient_SD, gradient_SF.new_empty(0), None, None, None, None, None, None
 
 
 def mixtures(layer: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -113,7 +221,7 @@ def join_experts(layer: PipelineLayer, group: Group | None) -> None:
     if group is None:
         return
     for _, part in mixtures(layer):
-        part.forward = partial(_dispatched, part.forward, part.num_experts, group)
+        part.forward = partial(_dispatched, part, part.forward, group)
 
 
 def count_rows(layer: PipelineLayer, device: torch.device) -> Tensor | None:
@@ -147,8 +255,8 @@ def recomputing() -> Iterator[None]:
 
 
 def _dispatched(
+    part: Any,
     experts: Callable[[Tensor, Tensor, Tensor], Tensor],
-    count: int,
     group: Group,
     rows_RD: Tensor,
     index_RK: Tensor,
@@ -160,11 +268,11 @@ def _dispatched(
     all sums depends on the layout and the routing alone, on a CPU with one thread (`index_put`).
 
     Args:
-        experts: the library's forward, with local experts.
-        count: number of local experts.
+        part: the library's mixture, with local experts.
+        experts: its own forward.
         index_RK: of all experts of the group.
     """
-    rows = len(rows_RD)
+    rows, count = len(rows_RD), part.num_experts
     sizes = [rows // 2, rows - rows // 2] if group.overlap else [rows]
     tables = counts(index_RK.split(sizes), count, group)
     given = (rows_RD.split(sizes), weights_RK.float().split(sizes), index_RK.int().split(sizes))
@@ -172,6 +280,7 @@ def _dispatched(
     # of an exchange in a stream of its own, that which waits for it is recorded
     sending = replace(group, exchanging=nullcontext) if streams else group
     arriving, returning = [], []
+    deferral = Deferral(part) if group.overlap and torch.is_grad_enabled() else None
     for table, *parts in zip(tables, *given, strict=True):
         with _exchange_stream(group, rows_RD.device) as wait:
             arriving.append((wait, _dispatch(tuple(parts), table, count, sending)))
@@ -179,7 +288,8 @@ def _dispatched(
         wait, (rows_PD, arrived) = arriving.pop(0)
         wait(rows_PD, arrived.expert_P, arrived.weight_P)
         weight_P = arrived.weight_P.to(weights_RK.dtype)
-        made_PD = experts(rows_PD, arrived.expert_P[:, None].long(), weight_P[:, None])
+        with nullcontext() if deferral is None else deferral.active():
+            made_PD = experts(rows_PD, arrived.expert_P[:, None].long(), weight_P[:, None])
         del rows_PD
         with _exchange_stream(group, rows_RD.device, made_PD) as wait:
             returning.append((wait, _combine(made_PD, arrived, sending)))

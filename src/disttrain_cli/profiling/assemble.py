@@ -116,7 +116,8 @@ def _experts(layer: PipelineLayer, running: Running) -> Experts | None:
         *layer.experts,
         sum(weight.numel() for weight in weights.values()),
         sum(weight.numel() for path, weight in weights.items() if layer.trains(path)),
-        *running.expert_row,
+        *running.expert_row[:3],
+        deferred_bytes=running.expert_row.deferred,
     )
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from disttrain_cli.models.experts import mixtures
+from disttrain_cli.models.experts import Deferral, mixtures
 from disttrain_cli.models.footprint import Footprint, Message, Noted, Operation, footprint
 from disttrain_cli.models.graph import LayerInfo, build_layers, describe, layer_table, of_model
 from disttrain_cli.models.layer import Batch, PipelineLayer
@@ -50,6 +50,7 @@ class ExpertRow(NamedTuple):
     kept: float  # from forward to backward
     frozen_kept: float
     working: float  # peak of either pass beyond that
+    deferred: float  # for gradients of weights that are computed later (`experts.Deferral`)
 
 
 @dataclass(frozen=True)
@@ -204,13 +205,13 @@ def _expert_row(layer: PipelineLayer, dtype: torch.dtype) -> ExpertRow | None:
     if layer.experts is None:
         return None
     total, _, width = layer.experts
-    parts = [cast(PipelineLayer, _Arrived(part)) for _, part in mixtures(layer)]
+    parts = [_Arrived(part) for _, part in mixtures(layer)]
 
     def bytes_per_row(frozen: bool) -> tuple[float, float]:
         layer.ask_for_gradients(not frozen)
         few, many = (
             [
-                footprint(part, {"rows": rows.requires_grad_()}, Batch())
+                footprint(cast(PipelineLayer, part), {"rows": rows.requires_grad_()}, Batch())
                 for part in parts
                 for rows in [torch.empty(total * each, width, device="meta", dtype=dtype)]
             ]
@@ -224,7 +225,23 @@ def _expert_row(layer: PipelineLayer, dtype: torch.dtype) -> ExpertRow | None:
         )
 
     (frozen_kept, _), (kept, working) = bytes_per_row(True), bytes_per_row(False)
-    return ExpertRow(kept, frozen_kept, working)
+    return ExpertRow(
+        kept,
+        frozen_kept,
+        working,
+        max(_deferred_bytes(part, total, width, dtype) for part in parts),
+    )
+
+
+def _deferred_bytes(part: _Arrived, total: int, width: int, dtype: torch.dtype) -> float:
+    """Return the bytes per row that a mixture holds until it computes its weights' gradients."""
+    rows = torch.empty(total, width, device="meta", dtype=dtype, requires_grad=True)
+    deferral = Deferral(part.experts)
+    with deferral.active():
+        made = part({"rows": rows}, Batch())["rows"]
+    torch.autograd.grad(made, rows, torch.empty_like(made))  # of rows alone
+    held = (each for one in deferral.operands for each in (one.left_SF, one.right_SD))
+    return sum(each.nbytes for each in held) / total
 
 
 class _Arrived(nn.Module):

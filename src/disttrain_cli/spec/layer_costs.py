@@ -209,6 +209,8 @@ class Experts(NamedTuple):
     frozen_kept_bytes: float = 0.0
     working_bytes: float = 0.0
     routed: tuple[Routed, ...] = ()  # by modality; empty if not measured
+    # bytes per such row held for gradients of weights that are computed later
+    deferred_bytes: float = 0.0
 
 
 class LayerCost(Strict):
@@ -241,7 +243,8 @@ class LayerCost(Strict):
             " those that a token chooses, width of a row, number of parameters of all experts, and"
             " of those that are trained if the layer is; bytes per row at an expert, saved if the"
             " layer is trained, if it is frozen, and the peak of further ones; measured routing by"
-            " modality, share of the rows, dispersion, and experts' shares by layer."
+            " modality, share of the rows, dispersion, and experts' shares by layer; bytes per row"
+            " held for gradients of weights that are computed later."
         ),
     )
     fused_heads: bool = Field(
