@@ -168,13 +168,14 @@ def _layers(
     """Return by layer the ms of its forward and of its part of the step's last pass, per slot."""
     unit, splits = stage.unit, stage.weight_delay is not None
     sequences = layout.global_batch_size / layout.microbatches / unit.dp
+    of_replica = placed(profile, stage).of_replica
     known = {
         (name, kind, does): _layer_ms(
             profile,
             name,
             kind,
             does,
-            replace(placed(profile, stage), tp=unit.tp_of(name), dp=1, pp=1),
+            replace(of_replica, tp=unit.tp_of(name)),
             unit.tp_overlap,
             splits,
             sequences,
