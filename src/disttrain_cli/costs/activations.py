@@ -61,7 +61,7 @@ def at_worst(
     return np.concatenate(
         [
             np.array([1.0, *worst_work(profile, layout, unit, modules[0])])
-            @ share(profile, modules, shape, layout.trained, *more)
+            @ share(profile, modules, replace(shape, dp=1), layout.trained, *more)
             for modules, shape in unit.parts
         ]
     )
@@ -82,6 +82,7 @@ def worst_work(
     return (worst / ranks, mean / ranks, 1.0) if ranks > 1 else (worst, mean, item)
 
 
+@memoised
 def kept_share(
     profile: Profile,
     modules: Sequence[str],
@@ -97,6 +98,7 @@ def kept_share(
     return _shared(terms, shape) + more(profile, modules, shape, trained)
 
 
+@memoised
 def working_share(
     profile: Profile,
     modules: Sequence[str],
@@ -115,23 +117,26 @@ def working_share(
         later=later,
         overlap=overlap,
     )
-    share = _shared(terms, shape) + _saved_beyond_share(profile, modules, shape, trained)
+    alike = replace(shape, recompute=False)
+    share = _shared(terms, shape) + _saved_beyond_share(profile, modules, alike, trained)
 
     def at_experts(name: str, cost: LayerCost, shape: ParallelShape, does: Backward) -> Floats:
         transient = _transient(cost, does, later, tp=shape.tp)
         fixed, row = experts.held_bytes(profile, name, cost, shape, does, transient)
         return np.array([fixed, 0.0, 0.0, 0.0]) + row * own_rows(profile, name, shape)
 
-    share = share + _by_layer(profile, modules, shape, trained, at_experts)
+    if shape.ep > 1:
+        share = share + _by_layer(profile, modules, shape, trained, at_experts)
     if shape.cp_comm_type != "all_gather":
         return share
-    kept = kept_share(profile, modules, replace(shape, recompute=False), trained)
+    kept = kept_share(profile, modules, alike, trained)
     held = _by_own_rows(
         profile, modules, shape, trained, lambda _, *known: held_bytes(profile, *known)
     )
     return np.maximum(share, kept + held)
 
 
+@memoised
 def deferred_share(
     profile: Profile,
     modules: Sequence[str],
@@ -265,6 +270,7 @@ def _shared(terms: Floats, shape: ParallelShape) -> Floats:
     return np.vstack([terms[:1], terms[1:] / shape.cp])
 
 
+@memoised
 def _saved_beyond_share(
     profile: Profile, modules: Sequence[str], shape: ParallelShape, trained: Sequence[str] | None
 ) -> Floats:

@@ -143,10 +143,10 @@ def _trained(
     """Return the parameters of a layer that one rank trains, and those in its divided experts."""
     if does != "trained":
         return 0, 0
-    shard = shard_of(profile.modules[name], kind, tp=unit.tp_of(name))
+    shard, shape = shard_of(profile.modules[name], kind, tp=unit.tp_of(name)), unit.shape
     return (
-        shard.trainable - round(of_others(profile, name, kind, unit.shape)[1]),
-        round(own_trained(profile, name, kind, unit.shape)),
+        shard.trainable - round(of_others(profile, name, kind, shape)[1]),
+        round(own_trained(profile, name, kind, shape)),
     )
 
 
@@ -207,10 +207,10 @@ def _costs(
     `kinds` has (module, kind of layer, type of backward) of every layer. Times are those of a rank,
     by the work of its entire replica, or by its own if items are distributed over the TP group.
     """
+    of_stage = placed(profile, stage)
     for name in dict.fromkeys(module for module, _, _ in kinds):
-        rows = np.zeros((6, 4))
+        rows, shape = np.zeros((6, 4)), replace(of_stage, tp=stage.unit.tp_of(name), dp=1, pp=1)
         for kind, does in {(kind, does): None for module, kind, does in kinds if module == name}:
-            shape = replace(placed(profile, stage), tp=stage.unit.tp_of(name), dp=1, pp=1)
             later = does == "trained" and stage.weight_delay is not None
             one = _layer(profile, name, kind, does, shape, stage.unit.tp_overlap, later)
             rows += kinds.count((name, kind, does)) * one

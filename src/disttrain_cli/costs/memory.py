@@ -92,23 +92,19 @@ class Groups(NamedTuple):
     @classmethod
     def of_stage(cls, profile: Profile, graph: StageGraph, stage: Stage) -> Groups:
         """Return the groups of the ranks of a stage."""
-        node, unit = profile.cluster.gpus_per_node, stage.unit
+        node, unit, ranks = profile.cluster.gpus_per_node, stage.unit, stage.ranks
         spread = partial(nccl.Spread.of, node=node)
-        return cls(
-            spread(range(graph.world_size), some=stage.ranks),
-            spread(tuple(stage.dp_group(0))),
-            spread(tuple(stage.tp_groups()[0])),
-            spread(tuple(stage.cp_groups()[0])),
+        return cls(  # the first of the stage's groups of each kind
+            spread(range(graph.world_size), some=ranks),
+            spread(ranks[:: unit.tp]),
+            spread(ranks[: unit.tp]),
+            spread(ranks[: unit.tp_cp_size : unit.tp]),
             len(stage.before) + len(stage.after),
             nccl.messages_mib(profile.device, graph, stage, node),
             unit.gathers,
             unit.tp_overlap,
             unit.pp > 1,
-            *(
-                (spread(tuple(stage.ep_groups()[0])), spread(tuple(stage.expert_group(0))))
-                if stage.ep > 1
-                else ()
-            ),
+            *((spread(ranks[: unit.ep]), spread(ranks[:: unit.ep])) if unit.ep > 1 else ()),
         )
 
 

@@ -47,6 +47,7 @@ from disttrain_cli.spec.trace import BACKWARD, FORWARD, WEIGHTS
 from disttrain_cli.spec.work import Work
 
 Floats = NDArray[np.float64]
+NUMBERS = 1 << 14  # per operation on arrays, about: more do not fit into the fast caches
 
 
 @dataclass(frozen=True)
@@ -81,9 +82,13 @@ class Hidden:
     def left_s(self, pass_s: Floats) -> Floats:
         """Return [S, R, ...] exposed times of every stage's messages for passes of that length."""
         left_s = np.full(pass_s.shape, -np.inf)
-        each = (slice(None), *(None,) * (pass_s.ndim - 1))
-        for until_s, before in zip(self.until_s, self.before, strict=True):
-            np.maximum(left_s, until_s[each] - before[each] * pass_s, out=left_s)
+        at_once = max(1, NUMBERS // pass_s.size)
+        for begin in range(0, len(self.until_s), at_once):
+            until_s, before = (
+                part[begin : begin + at_once, :, *(None,) * (pass_s.ndim - 1)]
+                for part in (self.until_s, self.before)
+            )
+            np.maximum(left_s, (until_s - before * pass_s).max(axis=0), out=left_s)
         return left_s
 
 
@@ -168,13 +173,14 @@ def _layers(
     """Return by layer the ms of its forward and of its part of the step's last pass, per slot."""
     unit, splits = stage.unit, stage.weight_delay is not None
     sequences = layout.global_batch_size / layout.microbatches / unit.dp
+    of_replica = placed(profile, stage).of_replica
     known = {
         (name, kind, does): _layer_ms(
             profile,
             name,
             kind,
             does,
-            replace(placed(profile, stage), tp=unit.tp_of(name), dp=1, pp=1),
+            replace(of_replica, tp=unit.tp_of(name)),
             unit.tp_overlap,
             splits,
             sequences,

@@ -279,10 +279,23 @@ def _room_and_messages_gib(
     unit: Unit, variant: Ints, dp: Ints, slot_sequences: int
 ) -> tuple[Floats, MessageBytes]:
     """Return [B] a device's memory without reserves, and the memory of messages."""
-    known, kinds, replicas = (unit.profile, unit.modules), unit.kinds, dp.astype(float)
+    ranks = unit.kinds.tp_cp_size[variant]
+    sending = message_bytes(
+        unit.profile, unit.modules, slot_sequences, tp_cp_size=ranks, dp=dp.astype(float)
+    )
     moving = 1.0 + unit.profile.device.fragmentation
-    ranks = kinds.tp_cp_size[variant]
-    sending = message_bytes(*known, slot_sequences, tp_cp_size=ranks, dp=replicas)
+    sent = MessageBytes(*(moving * part / GIB for part in sending))
+    return _room_gib(unit, variant.tobytes(), dp.tobytes()), sent
+
+
+@memoised
+def _room_gib(unit: Unit, variants: bytes, dps: bytes) -> Floats:
+    """Return [B] a device's memory without reserves, which no slot size changes.
+
+    Arguments are arrays of int64, as bytes: the key of a cache.
+    """
+    variant, dp = (np.frombuffer(each, dtype=np.int64) for each in (variants, dps))
+    known, kinds, replicas = (unit.profile, unit.modules), unit.kinds, dp.astype(float)
     gpus, node = unit.cluster.gpus, unit.cluster.gpus_per_node
     tp, cuts = kinds.tp[variant], cuts_of(*known)
     groups = Groups(
@@ -294,7 +307,7 @@ def _room_and_messages_gib(
         most_messages_mib(
             unit.profile.device,
             cuts,
-            ranks * dp,
+            kinds.tp_cp_size[variant] * dp,
             gpus,
             node,
             outer=len(unit.modules) < len(unit.profile.modules),
@@ -308,9 +321,7 @@ def _room_and_messages_gib(
         groups = groups._replace(
             experts=Spread.dearest(ep, 1, node), expert_replicas=Spread.dearest(alike, ep, node)
         )
-    reserved = reserved_bytes(*known, groups)
-    sent = MessageBytes(*(moving * part / GIB for part in sending))
-    return unit.cluster.memory_gib - reserved / GIB, sent
+    return np.asarray(unit.cluster.memory_gib - reserved_bytes(*known, groups) / GIB)
 
 
 def layer_gib(

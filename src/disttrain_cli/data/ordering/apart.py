@@ -14,7 +14,7 @@ import numpy as np
 from disttrain_cli.data.ordering.intervals import interval_order
 from disttrain_cli.data.ordering.sequencing import MOVES_PER_ROUND, affordable, search_order
 from disttrain_cli.data.slots import Ints
-from disttrain_cli.simulation.makespan import iterations_s, of_replica, orders_s
+from disttrain_cli.simulation.makespan import iterations_s, of_replica
 from disttrain_cli.simulation.timeline import Floats, Pipeline
 
 EVALUATIONS = 120_000  # simulations of one replica's step, about, at most; fewer with many slots
@@ -34,13 +34,7 @@ def order_apart(pipeline: Pipeline, positions: Ints) -> Ints:
     base = of_replica(pipeline, 0)
     # [R, n, parts, S]
     times = np.stack(pipeline.parts_s).transpose(3, 1, 0, 2).copy()
-    orders = np.array([_start(base, of_one) for of_one in times])
-    times_s = np.array(
-        [
-            float(_times_s(base, of_one[order])[0])
-            for of_one, order in zip(times, orders, strict=True)
-        ]
-    )
+    orders, times_s = _starts(base, times)
     # origin of each microbatch: replica and slot
     who, which = np.divmod(np.arange(replicas * slots).reshape(replicas, slots), slots)
     settled = np.zeros(replicas, dtype=bool)  # True if a search over orders found no improvement
@@ -74,11 +68,18 @@ def order_apart(pipeline: Pipeline, positions: Ints) -> Ints:
     )
 
 
-def _start(base: Pipeline, times: Floats) -> Ints:
-    """Return the faster of the existing order and the paper's."""
-    costs = np.rint(1e9 * times.sum(axis=1)).astype(np.int64)
-    starts = np.stack([np.arange(len(times)), interval_order(costs)])
-    return starts[int(orders_s(_with(base, times), starts).argmin())]
+def _starts(base: Pipeline, times: Floats) -> tuple[Ints, Floats]:
+    """Return by replica the faster of the existing order and the paper's [R, n], and its time [R].
+
+    Args:
+        times: [R, n, parts, S] durations of the replicas' microbatches.
+    """
+    every = np.arange(len(times))
+    costs = np.rint(1e9 * times.sum(axis=2)).astype(np.int64)
+    starts = np.stack([[np.arange(times.shape[1]), interval_order(of_one)] for of_one in costs])
+    times_s = _times_s(base, times[every[:, None, None], starts]).reshape(-1, 2)
+    fastest = times_s.argmin(axis=1)
+    return starts[every, fastest], times_s[every, fastest]
 
 
 def _exchange(

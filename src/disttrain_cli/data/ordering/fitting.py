@@ -37,11 +37,13 @@ def fit(costs: Ints, targets: Ints) -> Ints:
     near = (TOLERANCE * UNIT * count) ** 2
     bin_of = np.empty(len(costs), dtype=np.int64)
     bin_of[members] = np.arange(bins)[:, None]
-    columns, distance = scaled.T.copy(), (over**2).sum(axis=1)  # 0 if no exchange helps
+    distance = (over**2).sum(axis=1)  # 0 if no exchange helps
     # floats represent such integers exactly, and their products are fast
     largest, farthest = int(scaled.max()), int((over.astype(float) ** 2).sum() ** 0.5) + 1
     small = 8 * scaled.shape[1] * largest * (largest + farthest) < 2**53
-    exact = np.float64 if small else np.int64
+    own = scaled.astype(np.float64 if small else np.int64)
+    columns, others = own.T.copy(), over[bin_of].T.astype(own.dtype)  # [U, N]
+    squares = (columns**2).sum(axis=0)
     for _ in range(min(EXCHANGES_PER_BIN * bins, 1 + MOST_WEIGHED // (count * len(costs)))):
         worst = int(distance.argmax())
         if distance[worst] <= near:
@@ -49,11 +51,10 @@ def fit(costs: Ints, targets: Ints) -> Ints:
         mine = members[worst]
         # An exchange of i for j changes the squares of both bins by 2 · Σ d (d + apart_j), d =
         # own_j - own_i.
-        apart = over[worst][:, None] - over.T[:, bin_of]  # [U, N]
-        squares = (columns * (columns + apart)).sum(axis=0)
-        left = np.column_stack([(scaled[mine] ** 2).sum(axis=1), np.ones_like(mine), -scaled[mine]])
-        right = np.vstack([np.ones_like(squares), squares, 2 * columns + apart])
-        change = left.astype(exact) @ right.astype(exact)
+        sums = columns - others + over[worst][:, None]
+        change = own[mine] @ (columns + sums)
+        np.subtract((columns * sums).sum(axis=0), change, out=change)
+        change += squares[mine][:, None]
         change[:, mine] = 0
         index, other = divmod(int(change.argmin()), len(costs))
         if change[index, other] >= 0:
@@ -67,6 +68,7 @@ def fit(costs: Ints, targets: Ints) -> Ints:
         bin_of[other], bin_of[moved] = worst, partner
         for number in (worst, partner):
             distance[number] = (over[number] ** 2).sum()
+            others[:, members[number]] = over[number][:, None]
     return np.sort(members, axis=1)
 
 

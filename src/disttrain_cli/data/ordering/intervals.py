@@ -23,28 +23,28 @@ def interval_order(costs: Ints) -> Ints:
     third of it is assumed for the forward.
     """
     total, stages = costs.sum(axis=1), costs.shape[1]
-    forward = costs // 3
+    thirds = costs // 3
+    forward, backward = thirds.tolist(), (costs - thirds).tolist()
     ascending = np.argsort(total, kind="stable").tolist()
     rear = ascending[1:stages]
     left = np.array(ascending[1 + len(rear) :], dtype=np.int64)
-    forward_left = forward[left, 0]  # TAKEN for microbatches already placed
+    forward_left = thirds[left, 0]  # TAKEN for microbatches already placed
     order = [ascending[0]]
     clock = _Clock(stages)
-    clock.run(forward[order[0]], costs[order[0]] - forward[order[0]])
+    clock.run(forward[order[0]], backward[order[0]])
     # While the first microbatch travels down and back, stages - 1 forwards share one interval.
     first_interval = int(costs[order[0], 1:].sum())
     for _ in range(len(left)):
         if len(order) < stages:
-            target = max(0, first_interval - int(forward[order[1:], 0].sum())) // (
-                stages - len(order)
-            )
+            filled = sum(forward[number][0] for number in order[1:])
+            target = max(0, first_interval - filled) // (stages - len(order))
         else:
             target = clock.interval()
         index = int(np.abs(forward_left - target).argmin())
         forward_left[index] = TAKEN
         best = int(left[index])
         order.append(best)
-        clock.run(forward[best], costs[best] - forward[best])
+        clock.run(forward[best], backward[best])
     return np.array(order + rear[::-1], dtype=np.int64)
 
 
@@ -64,12 +64,12 @@ class _Clock:
         arrival = self._returned[1]
         return 0 if arrival is None else max(0, arrival - self._free[0])
 
-    def run(self, forward: Ints, backward: Ints) -> None:
+    def run(self, forward: list[int], backward: list[int]) -> None:
         """Add a microbatch: its forward on every stage, then the backward that follows in 1F1B."""
         number, last = len(self._backward), len(self._free) - 1
-        self._backward.append([int(time) for time in backward])
+        self._backward.append(backward)
         arrived = 0
-        for stage, time in enumerate(forward.tolist()):
+        for stage, time in enumerate(forward):
             arrived = self._free[stage] = max(arrived, self._free[stage]) + time
         before = list(self._returned)
         for stage in range(last, -1, -1):
