@@ -366,8 +366,12 @@ def gemma4(name: str = "Gemma4") -> Any:
     parts = ("boi", "eoi", "audio", "boa", "eoa")
     named = {f"{part}_token": f"<{part}>" for part in parts} | {"image_token": "<soft>"}
     words = words_of(tuple(f"<{part}>" for part in parts), "<soft>", **named)
+    words.chat_template = words.chat_template.replace(
+        "<soft>", "<soft>{% elif part['type'] == 'audio' %}<audio>"
+    )
+    clips = {} if name == "Gemma4Unified" else {"feature_size": 16}
     return getattr(transformers, f"{name}Processor")(
-        getattr(transformers, f"{name}AudioFeatureExtractor")(),
+        getattr(transformers, f"{name}AudioFeatureExtractor")(**clips),
         getattr(transformers, f"{name}ImageProcessor")(
             patch_size=4, max_soft_tokens=70, pooling_kernel_size=3
         ),
@@ -1072,7 +1076,13 @@ FAMILIES: dict[str, Tiny] = {
     "gemma4": Tiny(
         "Gemma4",
         gemma4,
-        VIT_LAYERS | {"num_key_value_heads": 4, "head_dim": 8, "position_embedding_size": 1024},
+        VIT_LAYERS
+        | {
+            "num_key_value_heads": 4,
+            "head_dim": 8,
+            "position_embedding_size": 1024,
+            "use_clipped_linears": True,
+        },
         HEADS
         | {
             "global_head_dim": 12,
@@ -1082,7 +1092,16 @@ FAMILIES: dict[str, Tiny] = {
             "hidden_size_per_layer_input": 8,
             "use_bidirectional_attention": "vision",
         },
-        {"audio_config": None},
+        {
+            "audio_config": {
+                "hidden_size": 32,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "subsampling_conv_channels": [16, 8],
+                "output_proj_dims": 32,
+            },
+            "audio_token_id": 394,
+        },
     ),
     "gemma4_unified": Tiny(
         "Gemma4Unified",
@@ -1162,6 +1181,9 @@ def write(folder: Path, family: str) -> tuple[Any, Any]:
     )
     made = transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
     model = spread(made(config))
+    for name, bound in model.named_buffers():
+        if name.endswith(("_min", "_max")):  # of clipped linears
+            bound.copy_(bound.sign() * 0.5)
     model.save_pretrained(folder)
     processor.save_pretrained(folder)
     processor = transformers.AutoProcessor.from_pretrained(folder)

@@ -5,7 +5,8 @@ Their rows come from the library's `get_image_features`, `get_video_features` an
 
 The layer holds all of the model's base class but the LLM, and but the other tower. Its buffers are
 computed for real though its weights are built on the meta device, and are no state: a cast to bf16
-would degrade them.
+would degrade them. Those that the folder stores (Gemma 4's bounds of clipped linears) are weights
+without gradients.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from disttrain_cli.models.configs.checks import (
     decoded,
     wrong_field,
 )
+from disttrain_cli.models.empty_weights import move_weights
 from disttrain_cli.models.host import to_device
 from disttrain_cli.models.layer import (
     Batch,
@@ -130,9 +132,6 @@ def unfit(tower: nn.Module) -> str | None:
             drops = isinstance(part, nn.Dropout) or DROPOUT.search(name)
             if drops and isinstance(value, float) and value:
                 return f"{path}.{name} is {value}: this dropout would depend on the layout"
-        for name, tensor in part.named_buffers(recurse=False):
-            if name not in part._non_persistent_buffers_set and tensor.is_floating_point():
-                return f"the buffer {path}.{name} is a weight of the folder"
     return None
 
 
@@ -187,8 +186,7 @@ class Tower(PipelineLayer):
         for_images(self.tower)
         self.constants = _taken_buffers(self.tower)
         for part in self.tower.modules():
-            for name, parameter in part.named_parameters(recurse=False):
-                part.register_parameter(name, nn.Parameter(parameter.detach().to("meta")))
+            move_weights(part)
         published = {path.partition(".")[0] for path, _ in self.tower.named_parameters()}
         self.published = {f"tower.{name}": name for name in sorted(published)}
         self.towers = tuple(
@@ -266,7 +264,10 @@ class Tower(PipelineLayer):
         with _NumbersOnHost(like.device) if _has_no_values(like) else nullcontext():
             made = getattr(self.tower, call.function)(**given, **call.constants, return_dict=True)
             deep = getattr(made, DEEP) if call.levels else ()
-            found = [flat_rows(one) for one in (getattr(made, call.output), *deep)]
+            own = getattr(made, call.output)
+            if call.padded:
+                own = own[:, :rows]
+            found = [flat_rows(one) for one in (own, *deep)]
             for name in call.projectors:
                 found[0] = self.tower.get_submodule(name)(found[0])
         if any(len(one) != (2 if rows == 1 else rows) for one in found):
@@ -329,10 +330,15 @@ def unpacked(names: tuple[str, ...], values: Tensor, table: Any) -> dict[str, Te
 
 
 def _taken_buffers(model: nn.Module) -> list[tuple[str, str, Tensor]]:
-    """Make a model's buffers plain attributes: (path of their module, name, value)."""
+    """Make a model's buffers plain attributes: (path of their module, name, value).
+
+    Except real numbers that its folder stores, which are weights.
+    """
     taken = []
     for path, part in model.named_modules():
         for name, tensor in list(part.named_buffers(recurse=False)):
+            if name not in part._non_persistent_buffers_set and tensor.is_floating_point():
+                continue
             del part._buffers[name]
             part.__dict__[name] = tensor
             taken.append((path, name, tensor))
