@@ -28,8 +28,9 @@ from disttrain_cli.models.layer import Batch, Items
 from disttrain_cli.models.library_frame import Tail
 from disttrain_cli.models.operators import layer_operators
 from disttrain_cli.models.probe import probe_batch
-from disttrain_cli.models.supported import image_text_families
+from disttrain_cli.models.supported import COMPARED, image_text_families
 from disttrain_cli.models.tensor_parallel import same_at_any_tp
+from disttrain_cli.spec.families.library import AUDIO_PARTS
 from disttrain_cli.spec.library_calls import ImageCall
 from disttrain_cli.spec.library_images import LibraryImages
 from disttrain_cli.spec.library_processor import LibraryProcessor, digest_of
@@ -68,7 +69,9 @@ def test_the_rows_of_an_image_are_the_librarys_own(tmp_path: Path, family: str) 
     tower.to_empty(device="cpu")
     own, layers = model.model.state_dict(), dict(tower.named_parameters())
     assert {tower.published_path(path) for path in layers} == {
-        name for name in own if not name.startswith(("language_model.", "text_model."))
+        name
+        for name in own
+        if not name.startswith(("language_model.", "text_model.", *AUDIO_PARTS))
     }
     for path, parameter in layers.items():
         parameter.data.copy_(own[str(tower.published_path(path))])
@@ -160,12 +163,11 @@ def test_a_family_whose_forward_does_more_is_refused(tmp_path: Path, family: str
     [
         (nn.Dropout(0.1), "dropout would depend on the layout"),
         (nn.BatchNorm2d(4), "normalises over a batch"),
-        (partial(nn.Module.register_buffer, name="b", tensor=torch.ones(2)), "a weight of the"),
     ],
 )
 def test_a_tower_that_depends_on_more_than_its_images_is_refused(part: Any, why: str) -> None:
     tower = nn.Module()
-    part(tower) if isinstance(part, partial) else tower.add_module("part", part)
+    tower.add_module("part", part)
     assert why in str(library_tower.unfit(tower))
     assert library_tower.unfit(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.0))) is None
 
@@ -208,10 +210,15 @@ def test_every_family_of_the_library_runs_or_is_refused_with_a_reason() -> None:
     supported = {one.model_type: one for one in image_text_families()}
     assert len(supported) > 90
     assert all(one.refused != "" for one in supported.values())
-    assert {"vipllava", "mistral3", "janus", "llava"} <= {
-        name for name, one in supported.items() if one.refused is None
-    }
+    runs = {name for name, one in supported.items() if one.refused is None and one.compared}
+    # published towers drop paths; default sizes of the others fail
+    assert runs >= COMPARED - {"qianfan_ocr"} | {"llava"}
     assert "encoder-decoder" in str(supported["florence2"].refused)
+
+
+def test_families_are_stated_as_compared_that_the_tests_train() -> None:
+    trained = {name.partition(",")[0] for name in FAMILIES.keys() - REFUSED.keys()}
+    assert trained == COMPARED
 
 
 def test_a_budget_of_pixels_that_no_processor_reads_is_refused(tmp_path) -> None:
