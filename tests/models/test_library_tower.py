@@ -30,7 +30,6 @@ from disttrain_cli.models.operators import layer_operators
 from disttrain_cli.models.probe import probe_batch
 from disttrain_cli.models.supported import COMPARED, image_text_families
 from disttrain_cli.models.tensor_parallel import same_at_any_tp
-from disttrain_cli.spec.families.library import AUDIO_PARTS
 from disttrain_cli.spec.library_calls import ImageCall
 from disttrain_cli.spec.library_images import LibraryImages
 from disttrain_cli.spec.library_processor import LibraryProcessor, digest_of
@@ -59,6 +58,12 @@ def written(folder: Path, family: str) -> tuple[Any, Any, LibraryImages, library
     return model, processor, head, call
 
 
+def items_of(files: list[tuple[int, torch.Tensor, Any]]) -> Items:
+    """Items of files: their rows, values and table."""
+    rows, values, tables = zip(*files, strict=True)
+    return Items([(one, 1) for one in rows], {0: [*values]}, tables={0: [*tables]})
+
+
 @pytest.mark.parametrize("family", first_fast([one for one in FAST if one not in REFUSED]))
 def test_the_rows_of_an_image_are_the_librarys_own(tmp_path: Path, family: str) -> None:
     """One by one as in a batch, whatever their sizes."""
@@ -69,30 +74,29 @@ def test_the_rows_of_an_image_are_the_librarys_own(tmp_path: Path, family: str) 
     tower.to_empty(device="cpu")
     own, layers = model.model.state_dict(), dict(tower.named_parameters())
     assert {tower.published_path(path) for path in layers} == {
-        name
-        for name in own
-        if not name.startswith(("language_model.", "text_model.", *AUDIO_PARTS))
+        name for name in own if not name.startswith(("language_model.", "text_model."))
     }
     for path, parameter in layers.items():
         parameter.data.copy_(own[str(tower.published_path(path))])
+    alone, files = [], []
     for size in SIZES:
         image, text = Image.open(io.BytesIO(picture(*size))), head.placeholders["image"]
         rows = head.processor.spelled(size).rows
         packed = head.pack(head.processor.inputs(image.convert("RGB")), rows)
-        items = Items(
-            [(rows, 1)],
-            {0: [torch.from_numpy(packed.values)[None]]},
-            tables={0: [packed.table[None]]},
-        )
+        files.append((rows, torch.from_numpy(packed.values)[None], packed.table[None]))
+        items = items_of(files[-1:])
         given = processor(images=[image, image], text=f"{text}\n{text}", return_tensors="pt")
         arguments = {argument: given[name] for argument, name in call.inputs}
         with torch.no_grad():
-            made = tower({}, Batch({"image": items}))["image_embeds"]
+            alone.append(tower({}, Batch({"image": items}))["image_embeds"])
             there = model.model.get_image_features(
                 **arguments, **call.constants, return_dict=True
             ).pooler_output
         expected = library_tower.flat_rows(there)[:rows]
-        torch.testing.assert_close(made, expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(alone[-1], expected, atol=1e-5, rtol=1e-5)
+    with torch.no_grad():
+        together = tower({}, Batch({"image": items_of(files)}))["image_embeds"]
+    torch.testing.assert_close(together, torch.cat(alone), atol=1e-5, rtol=1e-5)
     sum(one.sum() for one in tower({}, Batch({"image": items})).values()).backward()
     assert tower.unused == {path for path, one in layers.items() if one.grad is None}
     blank = head.blank(SIZES[0])

@@ -54,7 +54,7 @@ TALKS = {
 FAMILIES = {
     "qwen2_5_omni_thinker": "all",
     "qwen3_omni_moe_thinker": "all",
-    "gemma4": "image",
+    "gemma4, heard": "image",
 }
 SEEN, HEARD, LLM = "vision", "audio", "llm"  # names of a folder's modules
 #: On four ranks. Each tower is one layer, the LLM embed, two blocks and head.

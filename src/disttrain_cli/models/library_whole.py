@@ -150,6 +150,7 @@ class TowerCall(NamedTuple):
     levels: int = 0  # inner blocks whose rows the LLM's first layers add (DeepStack)
     projectors: tuple[str, ...] = ()  # children that its forward then applies to the rows
     padded: bool = False  # a clip's rows are followed by others, which its forward leaves out
+    joins: bool = False  # files of equal widths are one call (`LibraryProcessor.joins`)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -463,5 +464,5 @@ def _call_from(processor: LibraryProcessor, digest: str, config: Any) -> TowerCa
             inside, following = processor.positions(size)
             own = processor.row, torch.from_numpy(inside), following
             _check_positions(config.model_type, call.positions, ids, *own)
-        _calls[key] = call
+        _calls[key] = call._replace(joins=processor.joins)
     return _calls[key]
