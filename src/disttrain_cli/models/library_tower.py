@@ -159,7 +159,7 @@ class File(NamedTuple):
 
     inputs: dict[str, Tensor]
     rows: int
-    count: int
+    wanted: int
 
 
 class Tower(PipelineLayer):
@@ -297,12 +297,12 @@ class Tower(PipelineLayer):
                 f"{len(found[0])} rows of files for which the processor writes {rows} tokens",
                 "Download the folder again, with its processor's files.",
             )
-        if len(found[0]) == rows and all(one.rows == one.count for one in files):
+        if len(found[0]) == rows and all(one.rows == one.wanted for one in files):
             return found
         starts = accumulate((one.rows for one in files), initial=0)
         at = torch.cat(
             [
-                start + torch.arange(one.count, device=like.device) % one.rows
+                start + torch.arange(one.wanted, device=like.device) % one.rows
                 for start, one in zip(starts, files, strict=False)
             ]
         )
