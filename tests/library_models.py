@@ -366,8 +366,12 @@ def gemma4(name: str = "Gemma4") -> Any:
     parts = ("boi", "eoi", "audio", "boa", "eoa")
     named = {f"{part}_token": f"<{part}>" for part in parts} | {"image_token": "<soft>"}
     words = words_of(tuple(f"<{part}>" for part in parts), "<soft>", **named)
+    words.chat_template = words.chat_template.replace(
+        "<soft>", "<soft>{% elif part['type'] == 'audio' %}<audio>"
+    )
+    clips = {} if name == "Gemma4Unified" else {"feature_size": 16}
     return getattr(transformers, f"{name}Processor")(
-        getattr(transformers, f"{name}AudioFeatureExtractor")(),
+        getattr(transformers, f"{name}AudioFeatureExtractor")(**clips),
         getattr(transformers, f"{name}ImageProcessor")(
             patch_size=4, max_soft_tokens=70, pooling_kernel_size=3
         ),
@@ -1072,7 +1076,13 @@ FAMILIES: dict[str, Tiny] = {
     "gemma4": Tiny(
         "Gemma4",
         gemma4,
-        VIT_LAYERS | {"num_key_value_heads": 4, "head_dim": 8, "position_embedding_size": 1024},
+        VIT_LAYERS
+        | {
+            "num_key_value_heads": 4,
+            "head_dim": 8,
+            "position_embedding_size": 1024,
+            "use_clipped_linears": True,
+        },
         HEADS
         | {
             "global_head_dim": 12,
@@ -1099,6 +1109,19 @@ FAMILIES: dict[str, Tiny] = {
     ),
 }
 
+FAMILIES["gemma4, heard"] = FAMILIES["gemma4"]._replace(
+    fields={
+        "audio_config": {
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "subsampling_conv_channels": [16, 8],
+            "output_proj_dims": 32,
+        },
+        "audio_token_id": 394,
+    }
+)
+
 
 #: Families of the fast suite: one of each rule.
 FAST = (
@@ -1113,7 +1136,9 @@ REFUSED = {
 }
 
 #: The others; those outside the fast suite are slow.
-TRAINED = mostly_slow([one for one in FAMILIES if one not in REFUSED], "vipllava", "gemma3")
+TRAINED = mostly_slow(
+    [one for one in FAMILIES if one not in (*REFUSED, "gemma4, heard")], "vipllava", "gemma3"
+)
 
 
 #: Fields of a configuration with ids of tokens that some processors name.
@@ -1162,6 +1187,9 @@ def write(folder: Path, family: str) -> tuple[Any, Any]:
     )
     made = transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
     model = spread(made(config))
+    for name, bound in model.named_buffers():
+        if name.endswith(("_min", "_max")):  # of clipped linears
+            bound.copy_(bound.sign() * 0.5)
     model.save_pretrained(folder)
     processor.save_pretrained(folder)
     processor = transformers.AutoProcessor.from_pretrained(folder)

@@ -28,7 +28,7 @@ from disttrain_cli.models.layer import Batch, Items
 from disttrain_cli.models.library_frame import Tail
 from disttrain_cli.models.operators import layer_operators
 from disttrain_cli.models.probe import probe_batch
-from disttrain_cli.models.supported import image_text_families
+from disttrain_cli.models.supported import COMPARED, image_text_families
 from disttrain_cli.models.tensor_parallel import same_at_any_tp
 from disttrain_cli.spec.library_calls import ImageCall
 from disttrain_cli.spec.library_images import LibraryImages
@@ -58,6 +58,12 @@ def written(folder: Path, family: str) -> tuple[Any, Any, LibraryImages, library
     return model, processor, head, call
 
 
+def items_of(files: list[tuple[int, torch.Tensor, Any]]) -> Items:
+    """Items of files: their rows, values and table."""
+    rows, values, tables = zip(*files, strict=True)
+    return Items([(one, 1) for one in rows], {0: [*values]}, tables={0: [*tables]})
+
+
 @pytest.mark.parametrize("family", first_fast([one for one in FAST if one not in REFUSED]))
 def test_the_rows_of_an_image_are_the_librarys_own(tmp_path: Path, family: str) -> None:
     """One by one as in a batch, whatever their sizes."""
@@ -72,24 +78,25 @@ def test_the_rows_of_an_image_are_the_librarys_own(tmp_path: Path, family: str) 
     }
     for path, parameter in layers.items():
         parameter.data.copy_(own[str(tower.published_path(path))])
+    alone, files = [], []
     for size in SIZES:
         image, text = Image.open(io.BytesIO(picture(*size))), head.placeholders["image"]
         rows = head.processor.spelled(size).rows
         packed = head.pack(head.processor.inputs(image.convert("RGB")), rows)
-        items = Items(
-            [(rows, 1)],
-            {0: [torch.from_numpy(packed.values)[None]]},
-            tables={0: [packed.table[None]]},
-        )
+        files.append((rows, torch.from_numpy(packed.values)[None], packed.table[None]))
+        items = items_of(files[-1:])
         given = processor(images=[image, image], text=f"{text}\n{text}", return_tensors="pt")
         arguments = {argument: given[name] for argument, name in call.inputs}
         with torch.no_grad():
-            made = tower({}, Batch({"image": items}))["image_embeds"]
+            alone.append(tower({}, Batch({"image": items}))["image_embeds"])
             there = model.model.get_image_features(
                 **arguments, **call.constants, return_dict=True
             ).pooler_output
         expected = library_tower.flat_rows(there)[:rows]
-        torch.testing.assert_close(made, expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(alone[-1], expected, atol=1e-5, rtol=1e-5)
+    with torch.no_grad():
+        together = tower({}, Batch({"image": items_of(files)}))["image_embeds"]
+    torch.testing.assert_close(together, torch.cat(alone), atol=1e-5, rtol=1e-5)
     sum(one.sum() for one in tower({}, Batch({"image": items})).values()).backward()
     assert tower.unused == {path for path, one in layers.items() if one.grad is None}
     blank = head.blank(SIZES[0])
@@ -160,12 +167,11 @@ def test_a_family_whose_forward_does_more_is_refused(tmp_path: Path, family: str
     [
         (nn.Dropout(0.1), "dropout would depend on the layout"),
         (nn.BatchNorm2d(4), "normalises over a batch"),
-        (partial(nn.Module.register_buffer, name="b", tensor=torch.ones(2)), "a weight of the"),
     ],
 )
 def test_a_tower_that_depends_on_more_than_its_images_is_refused(part: Any, why: str) -> None:
     tower = nn.Module()
-    part(tower) if isinstance(part, partial) else tower.add_module("part", part)
+    tower.add_module("part", part)
     assert why in str(library_tower.unfit(tower))
     assert library_tower.unfit(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.0))) is None
 
@@ -208,10 +214,15 @@ def test_every_family_of_the_library_runs_or_is_refused_with_a_reason() -> None:
     supported = {one.model_type: one for one in image_text_families()}
     assert len(supported) > 90
     assert all(one.refused != "" for one in supported.values())
-    assert {"vipllava", "mistral3", "janus", "llava"} <= {
-        name for name, one in supported.items() if one.refused is None
-    }
+    runs = {name for name, one in supported.items() if one.refused is None and one.compared}
+    # published towers drop paths; default sizes of the others fail
+    assert runs >= COMPARED - {"qianfan_ocr"} | {"llava"}
     assert "encoder-decoder" in str(supported["florence2"].refused)
+
+
+def test_families_are_stated_as_compared_that_the_tests_train() -> None:
+    trained = {name.partition(",")[0] for name in FAMILIES.keys() - REFUSED.keys()}
+    assert trained == COMPARED
 
 
 def test_a_budget_of_pixels_that_no_processor_reads_is_refused(tmp_path) -> None:

@@ -10,9 +10,9 @@ import torch
 from disttrain_cli.errors import SpecError
 from disttrain_cli.models.activations import saved_bytes
 from disttrain_cli.models.architectures import read_configs
+from disttrain_cli.models.clip import places
 from disttrain_cli.models.flops import count_flops, layer_flops
 from disttrain_cli.models.graph import build_layers, describe, layer_table, live_tensors
-from disttrain_cli.models.idefics3_vision import places
 from disttrain_cli.models.layer import Batch, Items
 from disttrain_cli.models.operators import layer_operators
 from disttrain_cli.models.probe import probe_batch, probe_work, state_at

@@ -71,7 +71,8 @@ def orders_of(run: Run, layout: Layout) -> Orders:
     modules = {
         name: module_profile(kind, ["layer"] * table.count(name), ms_per_token, work)
         for name, (kind, _, ms_per_token, work) in (
-            MODULES | {"vision": MODULES["image_encoder"]}  # as folders of whole models name it
+            # as folders of whole models name them
+            MODULES | dict.fromkeys(("vision", "audio"), MODULES["image_encoder"])
         ).items()
         if name in table
     }

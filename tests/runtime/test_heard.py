@@ -21,11 +21,14 @@ from disttrain_cli.models.graph import describe
 from disttrain_cli.runtime.outputs.prompts import Prompt
 from disttrain_cli.runtime.outputs.sampling import write_after
 from disttrain_cli.runtime.outputs.trained import Trained
+from disttrain_cli.spec.runfile import Run
 from disttrain_cli.spec.runfile.published import is_all
 from tests.data.films import all_frames, film
 from tests.data.test_parts import picture
 from tests.library_models import write
 from tests.models.test_whole import loaded
+from tests.runtime.factory import unit
+from tests.runtime.layouts import Case, Models
 from tests.runtime.test_whole_conversations import loaded_batch
 from tests.whole_models import run_of
 
@@ -51,6 +54,13 @@ TALKS = {
 FAMILIES = {
     "qwen2_5_omni_thinker": "all",
     "qwen3_omni_moe_thinker": "all",
+    "gemma4, heard": "image",
+}
+SEEN, HEARD, LLM = "vision", "audio", "llm"  # names of a folder's modules
+#: On four ranks. Each tower is one layer, the LLM embed, two blocks and head.
+LAYOUTS = {
+    "pp2 dp2": [unit("all", [SEEN, HEARD, LLM], [3, 3], 2)],
+    "1-1-pp2": [unit("v", [SEEN], [1]), unit("a", [HEARD], [1]), unit("l", [LLM], [2, 2])],
 }
 
 
@@ -112,6 +122,33 @@ def files_of(names: list[str]) -> dict[str, Any]:
             own["video_metadata"].append(metadata)
     sampling = {"do_sample_frames": True, "fps": 2.0} if own["videos"] else {}
     return {name: values for name, values in own.items() if values} | sampling
+
+
+def write_run(folder: Path, case: Case) -> Run:
+    write(folder / "whole", case.model)
+    write_data(folder / "data", TALKS["all"])
+    optimizer = {"eps": 1e-5, "weight_decay": 0.0}
+    run = run_of(
+        folder / "whole",
+        data={"sequence_length": 1024, "video": {}},
+        zero_stage=case.zero_stage,
+        optimizer=optimizer,
+        gradient_clipping=1e6,
+    )
+    assert not build_index(run, describe(run)).skipped
+    return run
+
+
+@pytest.fixture(scope="module")
+def layouts(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    folder = tmp_path_factory.mktemp("layouts")
+    cases = {name: Case("qwen2_5_omni_thinker", units, 1, None) for name, units in LAYOUTS.items()}
+    return Models(cases, write_run, 1, folder)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layout_equals_single_process(layouts: Models, name: str) -> None:
+    layouts.check(name)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

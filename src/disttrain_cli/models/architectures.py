@@ -20,7 +20,6 @@ from disttrain_cli.models import (
     clip,
     decoder,
     flux,
-    idefics3_vision,
     internvl_vision,
     library_generator,
     library_tower,
@@ -30,7 +29,6 @@ from disttrain_cli.models import (
     qwen_image,
     qwen_vision,
     sd3,
-    siglip,
     unet,
     vae,
     vit,
@@ -317,26 +315,24 @@ _OWN: dict[str, Architecture] = {
         several=True,
         projectors=tuple(FORMS),
     ),
-    "clip_vision_model": Architecture(
-        "encoder",
-        "image",
-        "transformers:CLIPVisionModel",
-        _tower_config("CLIPVisionConfig", encoders.check_clip_or_siglip),
-        partial(_tower, clip.makers),
-        partial(_tower_input, CLIP, 1),
-        several=True,
-        projectors=tuple(FORMS),
-    ),
-    "siglip_vision_model": Architecture(
-        "encoder",
-        "image",
-        "transformers:SiglipVisionModel",
-        _tower_config("SiglipVisionConfig", encoders.check_clip_or_siglip),
-        partial(_tower, siglip.makers),
-        partial(_tower_input, HALVES, 0),
-        several=True,
-        projectors=tuple(FORMS),
-    ),
+    **{
+        name: Architecture(
+            "encoder",
+            "image",
+            f"transformers:{family}Vision{kind}",
+            _tower_config(f"{family}VisionConfig", encoders.check_clip_or_siglip),
+            partial(_tower, partial(clip.makers, tower)),
+            partial(_tower_input, normal, int(tower.class_token)),
+            several=True,
+            projectors=tuple(FORMS),
+        )
+        for name, family, kind, tower, normal in (
+            ("clip_vision_model", "CLIP", "Model", clip.CLIP, CLIP),
+            ("siglip_vision_model", "Siglip", "Model", clip.SIGLIP, HALVES),
+            ("idefics3_vision", "Idefics3", "Transformer", clip.IDEFICS3, HALVES),
+            ("smolvlm_vision", "SmolVLM", "Transformer", clip.IDEFICS3, HALVES),
+        )
+    },
     "internvl_vision": Architecture(
         "encoder",
         "image",
@@ -347,19 +343,6 @@ _OWN: dict[str, Architecture] = {
         several=True,
         projectors=tuple(FORMS),
     ),
-    **{
-        f"{prefix.lower()}_vision": Architecture(
-            "encoder",
-            "image",
-            f"transformers:{prefix}VisionTransformer",
-            _tower_config(f"{prefix}VisionConfig", encoders.check_clip_or_siglip),
-            partial(_tower, idefics3_vision.makers),
-            partial(_tower_input, HALVES, 0),
-            several=True,
-            projectors=tuple(FORMS),
-        )
-        for prefix in ("Idefics3", "SmolVLM")
-    },
     "qwen2_5_vl_vision": Architecture(
         "encoder",
         "image",

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from disttrain_cli.models.empty_weights import STARTS
 from disttrain_cli.models.experts import shard_experts
 from disttrain_cli.models.layer import ADAPTER, PipelineLayer
 from disttrain_cli.models.lora import Lora, adapt, draw
@@ -91,3 +92,5 @@ def _initialise(layer: PipelineLayer, std: float | None) -> None:
                 parameter.fill_(layer.starts.get(name, 1.0 if name == "weight" else 0.0))
             else:
                 parameter.normal_(0.0, 0.02 if std is None else std)
+        for name, value in part.__dict__.get(STARTS, {}).items():
+            part.get_parameter(name).copy_(value)

@@ -17,6 +17,8 @@ from torch.overrides import TorchFunctionMode
 #: Functions by which classes allocate weights, and the most elements of a buffer.
 _ALLOCATING = (torch.empty, torch.zeros, torch.ones, torch.rand, torch.randn, torch.full)
 _LARGE = 1 << 22
+#: Attribute of a module for the values of its weights after construction, by name.
+STARTS = "starting_values"
 
 
 class _WeightsOnMeta(TorchFunctionMode):
@@ -53,3 +55,21 @@ def empty_weights() -> Iterator[None]:
     buffers = patch.object(nn.Module, "register_buffer", _register_buffer)
     with no_init_weights(), torch.device("cpu"), _WeightsOnMeta(), buffers:
         yield
+
+
+def move_weights(part: nn.Module) -> None:
+    """Move a module's own weights to the meta device; note the values that its class gives them.
+
+    Its stored buffers become parameters without gradients, which are loaded and saved.
+    """
+    starts = {}
+    for name, parameter in list(part.named_parameters(recurse=False)):
+        if not parameter.is_meta and parameter.ndim < 2:
+            starts[name] = parameter.detach().clone()
+        setattr(part, name, nn.Parameter(parameter.detach().to("meta")))
+    for name, buffer in list(part.named_buffers(recurse=False)):
+        if name not in part._non_persistent_buffers_set:
+            starts[name] = buffer
+            delattr(part, name)
+            part.register_parameter(name, nn.Parameter(buffer.to("meta"), requires_grad=False))
+    part.__dict__[STARTS] = starts

@@ -60,10 +60,11 @@ def for_images(model: nn.Module) -> None:
 
     AttentionInterface.register(IMAGES, _attend_images)
     AttentionMaskInterface.register(IMAGES, sdpa_mask)
-    for part in model.modules():
-        config: Any = getattr(part, "config", None)
-        if getattr(config, "_attn_implementation", None) == "sdpa":
-            config._attn_implementation = IMAGES
+    configs: list[Any] = [getattr(part, "config", None) for part in model.modules()]
+    before = [getattr(config, "_attn_implementation", None) for config in configs]
+    for config, own in zip(configs, before, strict=True):  # a whole one's is set in its parts, too
+        if own is not None:
+            config._attn_implementation = IMAGES if own == "sdpa" else own
 
 
 def _attend_images(

@@ -24,7 +24,7 @@ from disttrain_cli.models import experts, recurrent
 from disttrain_cli.models.attention import Segments
 from disttrain_cli.models.configs.decoders import parts_of, plan_of, published_class_of, sees_vision
 from disttrain_cli.models.division import Division, colwise, per_head, rowwise
-from disttrain_cli.models.empty_weights import empty_weights
+from disttrain_cli.models.empty_weights import STARTS, empty_weights, move_weights
 from disttrain_cli.models.fused import RmsNorm
 from disttrain_cli.models.layer import ADAPTER
 from disttrain_cli.models.library_attention import packed
@@ -40,8 +40,6 @@ from disttrain_cli.models.own_kernels import with_own_kernels
 
 #: Configurations whose models stay constructed per process.
 MOST = 16
-#: Attribute of a module for the values of its weights after construction, by name.
-STARTS = "starting_values"
 #: Parameter of a layer's forward for its attention mask.
 MASK = "attention_mask"
 #: Parameters of a module's forward by which a token mixer is recognised: its rows depend on others.
@@ -151,7 +149,7 @@ class LibraryDecoder:
         with empty_weights():
             self.model = made(self.config)
         for part in self.model.modules():
-            _move_weights(part)
+            move_weights(part)
         self.has_head = head_name(self.model) is not None
         self.base_name = next(
             (n for n in (self.model.base_model_prefix, "model") if n and hasattr(self.model, n)),
@@ -464,24 +462,6 @@ def _part(layer: nn.Module, owner: str, name: str) -> nn.Module | nn.Parameter |
     except AttributeError:
         return None
     return part if isinstance(part, (nn.Module, nn.Parameter)) else None
-
-
-def _move_weights(part: nn.Module) -> None:
-    """Move a module's own weights to the meta device; note the values that its class gives them.
-
-    Its stored buffers become parameters without gradients, which are loaded and saved.
-    """
-    starts = {}
-    for name, parameter in list(part.named_parameters(recurse=False)):
-        if not parameter.is_meta and parameter.ndim < 2:
-            starts[name] = parameter.detach().clone()
-        setattr(part, name, nn.Parameter(parameter.detach().to("meta")))
-    for name, buffer in list(part.named_buffers(recurse=False)):
-        if name not in part._non_persistent_buffers_set:
-            starts[name] = buffer
-            delattr(part, name)
-            part.register_parameter(name, nn.Parameter(buffer.to("meta"), requires_grad=False))
-    part.__dict__[STARTS] = starts
 
 
 @cache

@@ -5,7 +5,8 @@ Their rows come from the library's `get_image_features`, `get_video_features` an
 
 The layer holds all of the model's base class but the LLM, and but the other tower. Its buffers are
 computed for real though its weights are built on the meta device, and are no state: a cast to bf16
-would degrade them.
+would degrade them. Those that the folder stores (Gemma 4's bounds of clipped linears) are weights
+without gradients.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import re
 from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from itertools import accumulate, groupby
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -34,6 +36,7 @@ from disttrain_cli.models.configs.checks import (
     decoded,
     wrong_field,
 )
+from disttrain_cli.models.empty_weights import move_weights
 from disttrain_cli.models.host import to_device
 from disttrain_cli.models.layer import (
     Batch,
@@ -130,9 +133,6 @@ def unfit(tower: nn.Module) -> str | None:
             drops = isinstance(part, nn.Dropout) or DROPOUT.search(name)
             if drops and isinstance(value, float) and value:
                 return f"{path}.{name} is {value}: this dropout would depend on the layout"
-        for name, tensor in part.named_buffers(recurse=False):
-            if name not in part._non_persistent_buffers_set and tensor.is_floating_point():
-                return f"the buffer {path}.{name} is a weight of the folder"
     return None
 
 
@@ -149,6 +149,17 @@ def parts_of(config: Any, base: nn.Module, llm: str, item: Item) -> list[str]:
     if getattr(config, "vision_config", None) is None:
         return names
     return heard if item == "audio" else [name for name in names if name not in heard]
+
+
+class File(NamedTuple):
+    """Inputs of a file, its rows, and those that are asked for.
+
+    Of an example (`LibraryImages.example`) these are about as many.
+    """
+
+    inputs: dict[str, Tensor]
+    rows: int
+    wanted: int
 
 
 class Tower(PipelineLayer):
@@ -187,8 +198,7 @@ class Tower(PipelineLayer):
         for_images(self.tower)
         self.constants = _taken_buffers(self.tower)
         for part in self.tower.modules():
-            for name, parameter in part.named_parameters(recurse=False):
-                part.register_parameter(name, nn.Parameter(parameter.detach().to("meta")))
+            move_weights(part)
         published = {path.partition(".")[0] for path, _ in self.tower.named_parameters()}
         self.published = {f"tower.{name}": name for name in sorted(published)}
         self.towers = tuple(
@@ -237,20 +247,29 @@ class Tower(PipelineLayer):
         self._place(like)
         items = batch.of(self.item)
         each = zip(items.values[0], items.tables[0], items.grids, strict=True)
-        made = [self._rows(values, table, count, like) for values, table, (count, _) in each]
-        together = map(torch.cat, zip(*made, strict=True))
+        files = [
+            File(unpacked(self.head.inputs, values, table[0]), int(table[0, 0]), count)
+            for values, table, (count, _) in each
+        ]
+
+        def key(file: tuple[int, File]) -> Any:
+            number, inputs = file[0], file[1].inputs
+            shapes = [(name, one.shape[1:]) for name, one in inputs.items()]
+            return shapes if self._call_for(inputs).joins else number
+
+        groups = [[one for _, one in group] for _, group in groupby(enumerate(files), key)]
+        together = map(torch.cat, zip(*(self._rows(one, like) for one in groups), strict=True))
         return {
             spec.name: split(rows[self.of_group(len(rows))], self.group)
             for spec, rows in zip(self.writes, together, strict=True)
         }
 
-    def _rows(self, values: Tensor, table: Any, count: int, like: Tensor) -> list[Tensor]:
-        """Return the `count` rows of a file, and those of the tower's inner blocks.
+    def _call_for(self, inputs: Mapping[str, Tensor]) -> TowerCall:
+        return next(one for one in self.calls.values() if one.inputs[0][1] in inputs)
 
-        Of an example (`LibraryImages.example`) there are about as many.
-        """
-        inputs = unpacked(self.head.inputs, values, table[0])
-        call = next(one for one in self.calls.values() if one.inputs[0][1] in inputs)
+    def _rows(self, files: list[File], like: Tensor) -> list[Tensor]:
+        """Return the rows of files of one type, and those of the tower's inner blocks."""
+        call, inputs = self._call_for(files[0].inputs), _joined([one.inputs for one in files])
         given = {
             argument: inputs[name].to(like.dtype)
             if inputs[name].is_floating_point()
@@ -260,24 +279,33 @@ class Tower(PipelineLayer):
             for argument, name in call.inputs
             if name in inputs
         }
-        rows = int(table[0, 0])
+        rows = sum(one.rows for one in files)
         if rows == 1:  # classes squeeze the rows of a batch with one row away
             given = {name: torch.cat([value, value]) for name, value in given.items()}
         with _NumbersOnHost(like.device) if _has_no_values(like) else nullcontext():
             made = getattr(self.tower, call.function)(**given, **call.constants, return_dict=True)
             deep = getattr(made, DEEP) if call.levels else ()
-            found = [flat_rows(one) for one in (getattr(made, call.output), *deep)]
+            own = getattr(made, call.output)
+            if call.padded:
+                own = own[:, :rows]
+            found = [flat_rows(one) for one in (own, *deep)]
             for name in call.projectors:
                 found[0] = self.tower.get_submodule(name)(found[0])
         if any(len(one) != (2 if rows == 1 else rows) for one in found):
             raise SpecError(
                 f"The tower of {self.head.folder} and its processor do not fit",
-                f"{len(found[0])} rows of a file for which the processor writes {rows} tokens",
+                f"{len(found[0])} rows of files for which the processor writes {rows} tokens",
                 "Download the folder again, with its processor's files.",
             )
-        if rows == count == len(found[0]):
+        if len(found[0]) == rows and all(one.rows == one.wanted for one in files):
             return found
-        at = torch.arange(count, device=like.device) % rows
+        starts = accumulate((one.rows for one in files), initial=0)
+        at = torch.cat(
+            [
+                start + torch.arange(one.wanted, device=like.device) % one.rows
+                for start, one in zip(starts, files, strict=False)
+            ]
+        )
         return [one.index_select(0, at) for one in found]
 
     def _place(self, like: Tensor) -> None:
@@ -328,11 +356,26 @@ def unpacked(names: tuple[str, ...], values: Tensor, table: Any) -> dict[str, Te
     return inputs
 
 
+def _joined(each: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Return the inputs of several files, one after the other; integers stay on the host."""
+    joined = dict[str, Tensor]()
+    for name, first in each[0].items():
+        on_host = nullcontext() if first.is_floating_point() else _disable_current_modes()
+        with on_host:
+            joined[name] = torch.cat([one[name] for one in each]) if len(each) > 1 else first
+    return joined
+
+
 def _taken_buffers(model: nn.Module) -> list[tuple[str, str, Tensor]]:
-    """Make a model's buffers plain attributes: (path of their module, name, value)."""
+    """Make a model's buffers plain attributes: (path of their module, name, value).
+
+    Except real numbers that its folder stores, which are weights.
+    """
     taken = []
     for path, part in model.named_modules():
         for name, tensor in list(part.named_buffers(recurse=False)):
+            if name not in part._non_persistent_buffers_set and tensor.is_floating_point():
+                continue
             del part._buffers[name]
             part.__dict__[name] = tensor
             taken.append((path, name, tensor))

@@ -39,6 +39,8 @@ FEATURES: dict[Media, str] = {
 LLMS = ("language_model", "text_model")
 #: Fields of the output of a function of `FEATURES` that may be a whole model's rows.
 OUTPUTS = ("pooler_output", "last_hidden_state")
+#: Field of a clip's output that is true for the whole model's rows, false for padding after them.
+PADDED = "attention_mask"
 #: Outputs of inner blocks of a vision tower (DeepStack), and the LLM's arguments of their rows,
 #: which it adds to those of its first layers.
 DEEP, DEEP_ROWS, DEEP_MASK = "deepstack_features", "deepstack_visual_embeds", "visual_pos_masks"
@@ -147,6 +149,8 @@ class TowerCall(NamedTuple):
     positions: Tensor | None  # [3, L] of the tokens (M-RoPE); None: counted from 0
     levels: int = 0  # inner blocks whose rows the LLM's first layers add (DeepStack)
     projectors: tuple[str, ...] = ()  # children that its forward then applies to the rows
+    padded: bool = False  # a clip's rows are followed by others, which its forward leaves out
+    joins: bool = False  # files of equal widths are one call (`LibraryProcessor.joins`)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -247,16 +251,20 @@ def tower_call(config: Any, given: Mapping[str, Tensor], token: int, media: Medi
     names = tuple(inspect.signature(getattr(base, function)).parameters)
     levels = _levels(config) if media != "audio" else 0
 
-    def forms() -> Iterator[Any]:
-        yield (features,)
-        yield features[None]
-        yield features
+    def forms() -> Iterator[tuple[Any, dict[str, Tensor]]]:
+        yield (features,), {}
+        yield features[None], {}
+        yield features, {}
+        if media == "audio":
+            padded = torch.cat([features, torch.full((1, width), torch.nan)])[None]
+            yield padded, {PADDED: torch.arange(rows + 1)[None] < rows}
 
     why, others = "", set[str]()
-    for output, form in product(OUTPUTS, forms()):
+    for output, (form, mask) in product(OUTPUTS, forms()):
         calls.clear()
         applied.clear()
-        base.__dict__[function] = partial(_features, calls, others, {output: form}, levels, names)
+        made = {output: form} | mask
+        base.__dict__[function] = partial(_features, calls, others, made, levels, names)
         try:
             with torch.no_grad():
                 whole.model(**given)
@@ -269,7 +277,9 @@ def tower_call(config: Any, given: Mapping[str, Tensor], token: int, media: Medi
                 raise refused(kind, "its forward applies modules to other rows") from None
             call = _call(kind, calls, given, function, output)
             projectors = tuple(name for name, _ in applied)
-            return call._replace(positions=positions, levels=len(deep), projectors=projectors)
+            return call._replace(
+                positions=positions, levels=len(deep), projectors=projectors, padded=bool(mask)
+            )
         except Exception as error:  # other forms of the features fail in any way
             why = why or f"{type(error).__name__}: {' '.join(str(error).split())}"
     if others := others - set(OUTPUTS):
@@ -293,7 +303,7 @@ def _features(
     **kwargs: Any,
 ) -> Any:
     calls.append(dict(zip(names, args, strict=False)) | kwargs)
-    (form,) = made.values()
+    form = next(iter(made.values()))
     deep = [tree_map_only(Tensor, partial(torch.add, other=-n), form) for n in range(levels)]
     return _Outputs(others, **made, **{DEEP: deep or None})
 
@@ -454,5 +464,5 @@ def _call_from(processor: LibraryProcessor, digest: str, config: Any) -> TowerCa
             inside, following = processor.positions(size)
             own = processor.row, torch.from_numpy(inside), following
             _check_positions(config.model_type, call.positions, ids, *own)
-        _calls[key] = call
+        _calls[key] = call._replace(joins=processor.joins)
     return _calls[key]

@@ -2,7 +2,8 @@
 
 By trying: the class of each is built from its default configuration, without memory for weights,
 and one layer of each kind runs on the meta device. What the processor and the forward of an
-image-text family do is checked with a folder only (`library_whole.tower_call`).
+image-text family do is checked with a folder only (`library_whole.tower_call`): families whose tiny
+folders were trained are stated (`COMPARED`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,23 @@ from disttrain_cli.spec.families.library import TABLES, library_classes, library
 from disttrain_cli.spec.families.table import FAMILIES
 
 THINKER = "_thinker"  # suffix of the model_type of an Omni's part
+#: Families that are known by the library alone and of which a tiny folder has the library's own
+#: loss, by its own processor (`tests/runtime/test_library_models.py`).
+COMPARED = frozenset(
+    (
+        *("aria", "aya_vision", "cohere2_vision", "cohere_compass", "cosmos3_edge"),
+        *("cosmos3_omni", "deepseek_ocr2", "deepseek_vl", "deepseek_vl_hybrid", "exaone4_5"),
+        *("gemma3", "gemma4", "gemma4_unified", "glm46v", "glm4v", "glm4v_moe", "glm_ocr"),
+        *("glmga", "got_ocr2", "granite_docling", "hyperclovax_vision_v2", "janus", "kimi_k25"),
+        *("lfm2_vl", "lfm3_vl", "lighton_ocr", "llama4", "llava_next_video", "minicpm_ocr"),
+        *("minicpmv4_6", "mistral3", "muse_glimmer", "nemotron_h_omni", "paddleocr_vl"),
+        *("perception_lm", "pp_chart2table", "qianfan_ocr", "qwen2_5_omni_thinker", "qwen2_vl"),
+        *("qwen3_5", "qwen3_5_moe", "qwen3_omni_moe_thinker", "qwen3_vl_moe", "step3p7"),
+        *("video_llama_3", "video_llava", "vipllava"),
+    )
+)
+#: Beginning of the reason why a default configuration, unlike a folder's, proves nothing.
+OF_DEFAULT = "known from a folder only"
 
 
 class Decoder(NamedTuple):
@@ -42,6 +60,7 @@ class ImageText(NamedTuple):
     llm: str  # model_type of its LLM, "" if unknown
     refused: str | None = None
     reads: tuple[str, ...] = ()  # of "image", "video" and "audio"
+    compared: bool = False  # a tiny folder has the library's loss; else only its classes ran
 
 
 def decoders(names: tuple[str, ...] = ()) -> list[Decoder]:
@@ -99,9 +118,7 @@ def _decoder(model_type: str) -> Decoder:
 
 def _of_default(error: SpecError) -> str:
     """Return the reason of a refusal; sizes of a default configuration prove nothing."""
-    return str(error.why).replace(
-        "its classes fail", "known from a folder only: its default sizes fail"
-    )
+    return str(error.why).replace("its classes fail", f"{OF_DEFAULT}: its default sizes fail")
 
 
 def _first_line(error: Exception) -> str:
@@ -109,37 +126,38 @@ def _first_line(error: Exception) -> str:
 
 
 def _image_text(model_type: str) -> ImageText:
+    from transformers import CONFIG_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING, MODEL_MAPPING
+
     if model_type in FAMILIES:
         family = FAMILIES[model_type]
         module = family.modules["llm"]
         reads = ("image", *(() if family.video is None else ("video",)))
         llm = module.architecture or module.default
-        return ImageText(model_type, "in layers", llm, reads=reads)
+        return ImageText(model_type, "in layers", llm, reads=reads, compared=True)
+    compared, llm, reads = model_type in COMPARED, "", tuple[str, ...]()
+    why: str | None = None
     try:
-        config, reads = _tried(model_type)
-        llm = config.get_text_config()
-        decoder_of(str(llm.model_type), packed(llm))
+        if library_family(model_type) is None:
+            raise refused(model_type, "its class is a text model")
+        config = CONFIG_MAPPING[model_type]()
+        text = config.get_text_config()
+        llm, kind = str(text.model_type), type(config)
+        mappings = MODEL_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING
+        made = [mapping[kind] for mapping in mappings if kind in mapping]
+        reads = tuple(
+            media
+            for media, function in FEATURES.items()
+            if any(hasattr(one, function) for one in made)
+        )
+        whole = whole_model(config)
+        delattr(whole.base, whole.llm)
+        if why := unfit(whole.base):
+            raise refused(model_type, why)
+        decoder_of(llm, packed(text))
     except SpecError as error:
-        return ImageText(model_type, "whole", "", _of_default(error))
+        why = _of_default(error)
     except Exception as error:  # whatever a class of the library raises
-        return ImageText(model_type, "whole", "", f"its classes fail: {_first_line(error)}")
-    return ImageText(model_type, "whole", str(llm.model_type), reads=reads)
-
-
-def _tried(model_type: str) -> tuple[Any, tuple[str, ...]]:
-    """Return a family's default configuration, and what it reads.
-
-    Raises:
-        SpecError: its class cannot be trained.
-    """
-    from transformers import CONFIG_MAPPING
-
-    if library_family(model_type) is None:
-        raise refused(model_type, "its class is a text model")
-    config = CONFIG_MAPPING[model_type]()
-    whole = whole_model(config)
-    delattr(whole.base, whole.llm)
-    if why := unfit(whole.base):
-        raise refused(model_type, why)
-    reads = (media for media, function in FEATURES.items() if hasattr(whole.base, function))
-    return config, tuple(reads)
+        why = f"{OF_DEFAULT}: {_first_line(error)}"
+    if compared and why is not None and why.startswith(OF_DEFAULT):
+        why = None  # a folder of other sizes ran
+    return ImageText(model_type, "whole", llm, why, reads, compared)

@@ -174,5 +174,7 @@ def _check_work(run: Run, inputs: ModelInputs, epoch: Packing) -> None:
         raise DataError(
             f"The data has no {what.format(head.module)}",
             f"{len(epoch.index):,} samples in {len(epoch):,} packed sequences, none with {one}",
-            f"Remove model.modules.{head.module}, or {source}.",
+            f"{source[:1].upper()}{source[1:]}."
+            if run.published is not None  # a part of its folder
+            else f"Remove model.modules.{head.module}, or {source}.",
         )

@@ -394,6 +394,22 @@ class LibraryProcessor:
             if not np.array_equal(flat, np.concatenate([value.reshape(-1)] * 2)):
                 raise self._refused(f"{name} of a file depends on the others of a sample")
 
+    @cached_property
+    def joins(self) -> bool:
+        """True if the inputs of files of different sizes are those of each, one after the other."""
+        import numpy as np
+
+        contents = [self._blank(numbers) for numbers in self.call.sizes]
+        each = [self._said(self.placeholder, [content])[1] for content in contents]
+        try:
+            _, both = self._said("\n".join([self.placeholder] * len(contents)), contents)
+            return both.keys() == each[0].keys() and all(
+                np.array_equal(together, np.concatenate([one[name] for one in each]))
+                for name, together in both.items()
+            )
+        except (KeyError, ValueError):  # each has another form, or the processor takes one only
+            return False
+
     def _loaded(self) -> Any:
         try:
             transformers = import_module("transformers")

@@ -121,7 +121,9 @@ def batch_of(
     drawn = len(rows) if draws else 0
     items["target"] = Items(
         [(1, 1)] * drawn,
-        **rows_of((row, Places(np.array(own))) for row, own in enumerate(context_rows)),
+        **rows_of(
+            (row, Places(np.arange(own.start, own.stop))) for row, own in enumerate(context_rows)
+        ),
         weights=torch.ones(drawn),
     )
     batch = Batch(
