@@ -197,6 +197,15 @@ class UnitEngine:
         for _, *brokers in self.chunks:
             yield from (broker for broker in brokers if broker is not None)
 
+    def _post_activation(self, slot: int) -> None:
+        assert isinstance(self.upstream, Broker), "one stage before, of the same unit"
+        self.upstream.post(self.order.slots[slot])
+
+    def _post_gradient(self, slot: int) -> None:
+        assert isinstance(self.downstream, Broker), "one stage after, of the same unit"
+        if self.runner.segments[-1].returning:
+            self.downstream.post(self.order.slots[slot])
+
     def _receive_activation(self, slot: int) -> None:
         assert self.upstream is not None
         start = self.tracer.mark()
