@@ -416,7 +416,7 @@ def differences(layout: Layout, other: Layout) -> str:
                 ("TP", mine.tp_degree, theirs.tp_degree),
                 ("CP", mine.cp_degree, theirs.cp_degree),
                 ("DP", mine.dp, theirs.dp),
-                ("PP", mine.pp, theirs.pp),
+                ("PP", mine.pp_degree, theirs.pp_degree),
             )
             if old != new
         ]

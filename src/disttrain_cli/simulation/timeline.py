@@ -132,12 +132,3 @@ class Timeline:
         if self.weight_start is not None and self.weight_end is not None:
             busy += self.weight_end - self.weight_start
         return busy.sum(axis=0)
-
-    @property
-    def bubble_fraction(self) -> float:
-        """Share of the ranks' time, over the whole iteration, in which they do not compute."""
-        busy = self.busy_s
-        ranks = int(np.isfinite(busy).sum())
-        return (
-            float(1.0 - np.nansum(busy) / (ranks * self.iteration_s)) if self.iteration_s else 0.0
-        )

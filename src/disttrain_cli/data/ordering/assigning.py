@@ -144,7 +144,7 @@ def _stage_costs(layout: Layout, llm: str, costs: Costs, positions: Ints) -> Int
     """Return the cost [slots, stages] of each slot on each pipeline stage: its slowest replica's.
 
     Encoders on separate units run in parallel, and so do generators: of their stages at the same
-    distance from the LLM, the slowest counts.
+    distance from the LLM, the slowest counts. Several stages of a rank count as one.
     """
     meet = layout.index_of(llm)
     before, after = (

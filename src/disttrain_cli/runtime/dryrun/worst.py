@@ -8,6 +8,7 @@ Fractional items are rounded up, images to whole merge blocks.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 
@@ -34,10 +35,12 @@ from disttrain_cli.spec.work import Work
 
 
 def worst_step(profile: Profile, layout: Layout, slots: int) -> StepOrder:
-    """Return a step of `slots` identical slots of the worst work."""
+    """Return a step of `slots` equal slots of the worst work; brokers tell them apart by id."""
     slot = worst_slot(profile, layout)
     labels, targets = (slots * len(items) for items in (slot.sequences, slot.items["target"]))
-    return StepOrder(0, [slot] * slots, labels * profile.inputs.sequence_length, targets)
+    return StepOrder(
+        0, [replace(slot) for _ in range(slots)], labels * profile.inputs.sequence_length, targets
+    )
 
 
 def worst_slot(profile: Profile, layout: Layout) -> Slot:
