@@ -20,6 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import Parameter
 
 from disttrain_cli.data.ordering.levelling import dealt
 from disttrain_cli.data.slots import ReplicaItems, Slot, StepOrder
@@ -243,14 +244,22 @@ class UnitEngine:
         self.tracer.record("receive_gradient", start, slot=slot, bytes=size, peer=peer)
 
     def _backward(self, slot: int) -> None:
-        last = slot == len(self.order.slots) - 1 and not self._chunk
+        last = slot == len(self.order.slots) - 1 and self._chunk == len(self.chunks) - 1
         if self.coords.stage.weight_delay is None and last:
-            self.stage.reduction.expect(self.runner.trained if len(self.chunks) > 1 else None)
+            self.stage.reduction.expect(self._last_gradients() if self._chunk else None)
         gradients = self.runner.backward(
             slot, self._state.pop(slot, {}), self._timed("backward", slot)
         )
         if self.upstream is not None and self.runner.segments[0].carrying:
             self._state[slot] = gradients
+
+    def _last_gradients(self) -> list[Parameter]:
+        """Return the weights with gradients still to come when the last stage has one slot left.
+
+        Each once per gradient: PP slots are left for each of the rank's other stages.
+        """
+        *others, last = (chunk.runner.trained for chunk in self.chunks)
+        return last + self.coords.unit.pp * [weight for other in others for weight in other]
 
     def _weights(self, slot: int) -> None:
         """Compute the weight gradients of this slot, or of all remaining slots in the cool-down."""
