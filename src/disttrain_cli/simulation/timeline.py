@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import reduce
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from disttrain_cli.costs.overlap import Hidden
 from disttrain_cli.schedule.one_f_one_b import last_slots
 from disttrain_cli.spec.stage_graph import stages_to_end
 from disttrain_cli.spec.trace import WEIGHTS
+
+if TYPE_CHECKING:
+    from disttrain_cli.costs.overlap import Hidden
 
 Floats = NDArray[np.float64]
 

@@ -28,7 +28,6 @@ from disttrain_cli.models.division import of_experts
 from disttrain_cli.models.host import read, to_device
 from disttrain_cli.models.layer import Batch
 from disttrain_cli.models.parallel import sum_over
-from disttrain_cli.runtime.engine.deepspeed import StageEngine
 from disttrain_cli.runtime.engine.expert_rows import ExpertRows
 from disttrain_cli.runtime.engine.faults import MOST_SKIPPED, located, not_finite, out_of_memory
 from disttrain_cli.runtime.engine.optimizer import (
@@ -51,6 +50,7 @@ from disttrain_cli.spec.runfile.train import TrainSpec
 from disttrain_cli.spec.stage_graph import RankCoords
 
 if TYPE_CHECKING:
+    from disttrain_cli.runtime.engine.deepspeed import StageEngine
     from disttrain_cli.runtime.watching.tracing import Time
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,10 +16,12 @@ from disttrain_cli.data.slots import StepOrder
 from disttrain_cli.models.layer import Batch
 from disttrain_cli.runtime.engine.engine import UnitEngine, amounts
 from disttrain_cli.runtime.rehearsal.device import Device
-from disttrain_cli.runtime.rehearsal.feeding import Feeder
 from disttrain_cli.runtime.watching.tracing import Tracer
 from disttrain_cli.schedule.one_f_one_b import last_slots
 from disttrain_cli.spec.trace import FORWARD, WEIGHTS
+
+if TYPE_CHECKING:
+    from disttrain_cli.runtime.rehearsal.feeding import Feeder
 
 #: Margin between the last ready host and the step, for all hosts to issue the first operation.
 MARGIN_S = 0.1
