@@ -92,7 +92,7 @@ def dry_run(run: Run, plan: Plan, profile: Profile, progress: Progress = silent)
     # longest first, for an even load of the cores
     groups.sort(
         key=lambda group: (
-            sum(len(one.layers) for one in graph.stages if one.ranks == group[0].ranks)
+            sum(len(one.layers) for one in graph.together(group[0]))
             * slots_seen(group[0], plan.plan.microbatches)
         ),
         reverse=True,
@@ -190,7 +190,7 @@ def reports(
     rows = []
     for one in seen:
         stages = [graph.stages[number] for number in one.stages]
-        own = [stage for stage in graph.stages if stage.ranks == stages[0].ranks]
+        own = graph.together(stages[0])
         unit, key = stages[0].unit, (stages[0].unit.name, stages[0].index)
         kept = at_worst(kept_share, exact, layout, unit)
         begins = list(accumulate(unit.layers_per_stage, initial=0))

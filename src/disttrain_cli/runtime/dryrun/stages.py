@@ -125,7 +125,6 @@ def distinct(graph: StageGraph, table: Sequence[LayerInfo], microbatches: int) -
 
     groups: dict[tuple[object, ...], list[Stage]] = {}
     for stage in graph.first_stages:
-        own = (one for one in graph.stages if one.ranks == stage.ranks)
-        alike = (in_flight(stage, microbatches), *map(work, own))
+        alike = (in_flight(stage, microbatches), *map(work, graph.together(stage)))
         groups.setdefault(alike, []).append(stage)
     return list(groups.values())

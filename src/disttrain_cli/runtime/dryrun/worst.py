@@ -137,7 +137,7 @@ def expert_loads(profile: Profile, layout: Layout, coords: RankCoords) -> list[f
     stages = stages_of(profile, layout)
     held = [
         (profile, module, profile.modules[module].costs[kind], coords.unit.shape)
-        for stage in (coords.stage, *coords.later)
+        for stage in coords.stages
         for module, kind, _ in stages[stage.number].held
     ]
     loads = [1.0] * len(held)

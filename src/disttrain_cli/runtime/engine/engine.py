@@ -189,7 +189,7 @@ class UnitEngine:
     def _turn_to(self, chunk: int) -> None:
         """Let the next instructions be those of one of the rank's stages."""
         self._chunk, self._state = chunk, self._states[chunk]
-        self._place = replace(self.coords, stage=(self.coords.stage, *self.coords.later)[chunk])
+        self._place = replace(self.coords, stage=self.coords.stages[chunk])
         self.runner, self.upstream, self.downstream = self.chunks[chunk]
         if self.coords.later:
             self.tracer.stage = self._place.stage.index

@@ -254,7 +254,7 @@ class HollowEngine(UnitEngine):
         grid.ep = grid.ep and replace(grid.ep, nodes=nodes)
         reduction = HollowReduction(grid, coords, overlap)
         chunks = []
-        for stage in (coords.stage, *coords.later):
+        for stage in coords.stages:
             place = replace(coords, stage=stage)
             links = brokers(
                 graph,

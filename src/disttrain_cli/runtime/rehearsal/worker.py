@@ -76,7 +76,7 @@ def main(payload: dict[str, Any]) -> None:
     graph = stage_graph(joined_layout(layout, shares), profile.inputs.llm)
     coords = graph.coords(int(os.environ["RANK"]))
     stages, gpus_per_node = stages_of(profile, layout), payload["gpus_per_node"]
-    places = [replace(coords, stage=stage) for stage in (coords.stage, *coords.later)]
+    places = [replace(coords, stage=stage) for stage in coords.stages]
     own = [stages[place.stage.number] for place in places]
     clock = Device(payload["time_scale"])
     with ExitStack() as stack:
