@@ -28,7 +28,8 @@ from disttrain_cli.spec.plan import Layout, UnitPlan
 from disttrain_cli.spec.profile import Profile
 
 CHUNKS = (2, 4, 8)  # chunks per device that are tried
-MOST_SHIFTS = 96  # simulations of a layout with layers moved between neighbouring stages
+#: Turns of simulated steps, 30 µs each, in which layers are moved: those of many stages stay.
+MOST_TURNS = 1 << 14
 
 
 def with_chunks(
@@ -64,13 +65,16 @@ def _shifted(profile: Profile, cluster: Cluster, draws: Draws, layout: Layout) -
     `cut_into` levels stages, not the ranks that several of them share.
     """
     (unit,) = layout.units
-    best, left = (one_batch_s(profile, layout, cluster, draws), layout), MOST_SHIFTS
-    while left > 0 and not unit.module_tp:
+    best = one_batch_s(profile, layout, cluster, draws), layout
+    left = MOST_TURNS // (2 * (layout.microbatches * unit.chunks + unit.stages))
+    while not unit.module_tp:
         moved = [
             _staged(layout, unit, layers, unit.chunks)
             for layers in shifts(best[1].units[0].layers_per_stage)
-        ][:left]
+        ]
         left -= len(moved)
+        if left < 0:
+            break
         times_s = (
             (one_batch_s(profile, other, cluster, draws), other)
             for other in moved

@@ -431,7 +431,7 @@ class UnitTime(Strict):
     weights_ms: float = 0.0
     stage_ms: float = Field(
         description=(
-            "Forward and complete backward of the slowest stage: the cost of one additional slot."
+            "Forward and complete backward of the slowest rank: the cost of one additional slot."
         )
     )
     sharing: float = Field(
