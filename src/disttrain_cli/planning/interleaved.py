@@ -28,8 +28,9 @@ from disttrain_cli.spec.plan import Layout, UnitPlan
 from disttrain_cli.spec.profile import Profile
 
 CHUNKS = (2, 4, 8)  # chunks per device that are tried
+CLOSE = 1.05  # ratio to the time with one stage per rank up to which moving layers may gain
 #: Turns of simulated steps, 30 µs each, in which layers are moved: those of many stages stay.
-MOST_TURNS = 1 << 14
+MOST_TURNS = 1 << 13
 
 
 def with_chunks(
@@ -47,11 +48,15 @@ def with_chunks(
         if len(one.layout.units) > 1:
             continue
         cuts = [cut_into(profile, whole(one.layout), chunks) for chunks in CHUNKS]
-        fitting = [cut for cut in cuts if cut and fits(profile, cut, cluster.memory_gib)]
-        if not fitting:
+        times_s = [
+            (one_batch_s(profile, cut, cluster, draws), cut)
+            for cut in cuts
+            if cut and fits(profile, cut, cluster.memory_gib)
+        ]
+        cut_s, cut = min(times_s, key=lambda one: one[0], default=(math.inf, one.layout))
+        if cut_s > CLOSE * one.iteration_s:
             continue
-        fastest = min(fitting, key=lambda cut: one_batch_s(profile, cut, cluster, draws))
-        fastest = _shifted(profile, cluster, draws, fastest)
+        fastest = _shifted(profile, cluster, draws, cut)
         best = Ranked(*timed(profile, cluster, fastest, batches(cluster), draws))
         known = any(other.layout == best.layout for other in found)
         if not known and best.iteration_s < one.iteration_s * (1 - LEAST_GAIN):
