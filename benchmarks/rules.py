@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from disttrain_cli.costs.flops import module_flops
 from disttrain_cli.planning.bounds import divisors
 from disttrain_cli.planning.layouts import layout_of
-from disttrain_cli.planning.options import Rows, layer_gib
+from disttrain_cli.planning.options import Columns, Rows, layer_gib
 from disttrain_cli.planning.partition import fewest_stages
 from disttrain_cli.planning.predict import predict
 from disttrain_cli.planning.search import Candidate, SearchResult, search
@@ -178,7 +178,7 @@ def _least_gpus(unit: Unit, size: int, slots: int, later_units: int) -> dict[int
     variant, dp = (values.ravel() for values in np.meshgrid(np.arange(len(kinds.tp)), dps))
     stages = fewest_stages(
         np.zeros((len(dp), unit.layers)),
-        *layer_gib(unit, variant, dp, size),
+        *layer_gib(Columns(unit, variant, dp, size)),
         slots,
         later_units,
         np.zeros(len(dp)),

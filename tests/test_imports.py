@@ -1,7 +1,7 @@
 """No file imports itself through others, and no folder its siblings through each other."""
 
 import ast
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -9,6 +9,7 @@ import pytest
 
 import disttrain_cli
 
+LONGEST_CHAIN = 29
 PACKAGE = Path(disttrain_cli.__file__).parent
 
 
@@ -27,13 +28,22 @@ def imported(file: Path) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def import_graph(package: Path) -> dict[str, set[str]]:
+def imported_at_start(file: Path) -> Iterator[str]:
+    """Every name that a file imports as it is imported itself."""
+    for node in ast.parse(file.read_text()).body:
+        if isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def import_graph(
+    package: Path, names_of: Callable[[Path], Iterator[str]] = imported
+) -> dict[str, set[str]]:
     """Modules of the package, each with those that it imports."""
     files = {module_name(file, package): file for file in package.rglob("*.py")}
     graph = {}
     for name, file in files.items():
         targets = {
-            target if target in files else target.rpartition(".")[0] for target in imported(file)
+            target if target in files else target.rpartition(".")[0] for target in names_of(file)
         }
         graph[name] = (targets & files.keys()) - {name}
     return graph
@@ -90,6 +100,14 @@ def union(sets: Iterable[set[frozenset[str]]]) -> set[frozenset[str]]:
 
 def test_there_are_no_import_circles():
     assert all_circles(PACKAGE) == set()
+
+
+def test_no_file_needs_a_long_chain_of_others_to_be_imported():
+    """What annotations alone need is imported under TYPE_CHECKING where chains are long."""
+    graph, length = import_graph(PACKAGE, imported_at_start), dict[str, int]()
+    for name in TopologicalSorter(graph).static_order():
+        length[name] = 1 + max((length[other] for other in graph[name]), default=0)
+    assert max(length.values()) <= LONGEST_CHAIN
 
 
 @pytest.mark.parametrize(

@@ -210,7 +210,7 @@ def found(**seen: Any) -> DryRun:
     stage = StageReport(
         unit="llm",
         unit_stages=[0],
-        layers=[0, 3],
+        layers=[(0, 3)],
         seen=StageSeen(stages=[0], rank=0, slots_in_flight=1, slots=2, **seen),
         priced_kept_gib=1.0,
         priced_gib=2.0,

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
-from disttrain_cli.costs.memory import layout_memory
+from disttrain_cli.costs.memory import fits, layout_memory
 from disttrain_cli.costs.replicated import undealt
+from disttrain_cli.planning import interleaved
 from disttrain_cli.planning.draws import Draws
-from disttrain_cli.planning.interleaved import cut_into, interleaved_s
-from disttrain_cli.planning.predict import predict, simulated_s
+from disttrain_cli.planning.finalists import Ranked
+from disttrain_cli.planning.interleaved import cut_into, with_chunks
+from disttrain_cli.planning.predict import batches, predict, simulated_s
+from disttrain_cli.planning.solve import solve
 from disttrain_cli.planning.split_backward import timed
 from disttrain_cli.planning.units import Cluster, units_of
 from disttrain_cli.spec.plan import Layout, UnitPlan
@@ -43,13 +48,12 @@ def made(overlap: bool = False, slots: int = 4) -> tuple[Profile, Cluster, Layou
     return profile, Cluster(8, 4, 4.0, 1, 2 * slots), layout
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("slots", [3, 8])
-def test_one_chunk_is_the_simulators_step(overlap: bool, slots: int) -> None:
-    profile, cluster, layout = made(overlap, slots)
-    draws = Draws(profile, cluster)
-    expected = simulated_s(profile, layout, cluster, draws=draws)
-    assert interleaved_s(profile, layout, cluster, draws, 1) == pytest.approx(expected, rel=1e-12)
+def seconds(profile: Profile, layout: Layout, cluster: Cluster, draws: Draws, chunks: int) -> float:
+    """Mean step time with so many stages on a rank; inf if there is no such layout, or no room."""
+    cut = layout if chunks == 1 else cut_into(profile, layout, chunks)
+    if cut is None or not fits(profile, cut, cluster.memory_gib):
+        return math.inf
+    return simulated_s(profile, cut, cluster, draws=draws)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -68,15 +72,34 @@ def test_chunks_of_a_layout(overlap: bool) -> None:
     between = profile.links.inter_node.model_copy(update=free)
     links = profile.links.model_copy(update={**free, "inter_node": between})
     fast = profile.model_copy(update={"links": links})
-    whole = interleaved_s(fast, balanced, cluster, draws, 1)
-    assert interleaved_s(fast, balanced, cluster, draws, 2) < whole
+    whole = seconds(fast, balanced, cluster, draws, 1)
+    assert seconds(fast, balanced, cluster, draws, 2) < whole
     # messages: twice as many cuts
-    assert interleaved_s(profile, layout, cluster, draws, 2) > interleaved_s(
-        fast, layout, cluster, draws, 2
-    )
-    assert interleaved_s(profile, layout, cluster, draws, 4) == math.inf  # 16 chunks of 14 layers
+    assert seconds(profile, layout, cluster, draws, 2) > seconds(fast, layout, cluster, draws, 2)
+    assert seconds(profile, layout, cluster, draws, 4) == math.inf  # 16 chunks of 14 layers
     odd = made(slots=6)
-    assert interleaved_s(*odd[:1], odd[2], odd[1], Draws(odd[0], odd[1]), 2) == math.inf
+    assert seconds(*odd[:1], odd[2], odd[1], Draws(odd[0], odd[1]), 2) == math.inf
+
+
+def test_the_chosen_layout_is_the_fastest_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against every partition of the layers over two ranks, of one stage or two each."""
+    monkeypatch.setattr(interleaved, "CHUNKS", (2,))
+    profile, cluster, layout = made()
+    unit = layout.units[0].model_copy(update={"pp": 2, "gpus": 4, "layers_per_stage": [7, 7]})
+    layout = layout.model_copy(update={"units": [unit], "gpus_used": 4})
+    draws, numbers = Draws(profile, cluster), range(1)
+    plain = cut_into(profile, layout, 1)
+    assert plain is not None
+    plain_s = simulated_s(profile, plain, cluster, batches(cluster), draws=draws)
+    best, *others = with_chunks(profile, cluster, draws, [Ranked(plain, plain_s)])
+    assert [one.layout for one in others] == [plain] and best.layout.units[0].chunks > 1
+    found_s = simulated_s(profile, best.layout, cluster, numbers, draws=draws)
+    for chunks in (1, 2):
+        for cuts in itertools.combinations(range(1, 14), 2 * chunks - 1):
+            layers = np.diff([0, *cuts, 14]).tolist()
+            one = unit.model_copy(update={"chunks": chunks, "layers_per_stage": layers})
+            other = layout.model_copy(update={"units": [one]})
+            assert found_s <= simulated_s(profile, other, cluster, numbers, draws=draws)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -86,7 +109,7 @@ def test_a_plan_with_chunks_is_predicted(overlap: bool) -> None:
     cut = cut_into(profile, layout, 2)
     assert cut is not None and cut.units[0].gpus == layout.gpus_used
     predicted = predict(units_of(profile, cluster, cut), cut, cluster, draws)
-    expected = interleaved_s(profile, layout, cluster, draws, 2)
+    expected = seconds(profile, layout, cluster, draws, 2)
     assert predicted.iteration_s == pytest.approx(expected, rel=1e-12)
     plain = predict(units_of(profile, cluster, layout), layout, cluster, draws)
     assert predicted.bubble_fraction < plain.bubble_fraction
@@ -110,14 +133,29 @@ def test_the_best_ordering_is_sought_with_chunks_on_their_ranks() -> None:
     assert {load.shape[:2] for load in loads.values()} == {(8, 2)}
 
 
+@pytest.mark.slow
+def test_a_plan_has_chunks_where_memory_asks_for_stages() -> None:
+    """The baseline is the same layout, and not faster."""
+    run = synthetic.run_file(batch=8, gpus=4, nodes=1)
+    profile = synthetic.tiny(run, kind="cuda", memory_gib=0.013)
+    plan = solve(run, profile, top=2)
+    (unit,) = plan.plan.units
+    assert unit.chunks > 1 and f"{unit.pp} × {unit.chunks} chunks" in plan.plan.describe()
+    baseline = plan.baselines["megatron"]
+    assert baseline is not None and baseline.plan is not None
+    assert baseline.plan.units[0].chunks > 1
+    assert plan.predicted.iteration_s <= baseline.iteration_s * (1 + 1e-9)
+    assert all(stage.peak_gib <= stage.limit_gib for stage in plan.predicted.memory)
+
+
 def test_chunks_keep_more_slots_in_flight() -> None:
     profile, cluster, layout = made(slots=8)
     draws = Draws(profile, cluster)
     peak = max(stage.peak_gib for stage in layout_memory(profile, layout, 4.0))
     tight = replace(cluster, memory_gib=1.02 * peak)
-    assert interleaved_s(profile, layout, tight, draws, 1) < math.inf
-    assert interleaved_s(profile, layout, tight, draws, 2) == math.inf
-    assert interleaved_s(profile, layout, cluster, draws, 2) < math.inf
+    assert seconds(profile, layout, tight, draws, 1) < math.inf
+    assert seconds(profile, layout, tight, draws, 2) == math.inf
+    assert seconds(profile, layout, cluster, draws, 2) < math.inf
 
 
 def test_a_replicated_module_stays_on_one_stage() -> None:

@@ -15,7 +15,7 @@ from disttrain_cli.planning.objective import (
     layout_time,
     planned_stages_ms,
 )
-from disttrain_cli.planning.options import layer_gib
+from disttrain_cli.planning.options import Columns, layer_gib
 from disttrain_cli.planning.units import Cluster, Unit, groupings, replicating, units_of
 from disttrain_cli.spec.layer_costs import Polynomial
 from disttrain_cli.spec.plan import Layout, UnitPlan
@@ -51,7 +51,7 @@ def test_whole_modules_of_a_unit_are_priced_as_its_layout(tp: int, dp: int, pp: 
     assert undealt(profile, layout.units[0]) is None
     assert unit.allowed is not None and not unit.allowed[0, 2] and unit.allowed[0, 4]
     variant = unit.kinds.variant(shape)
-    _, kept, _, _ = layer_gib(unit, np.array([variant]), np.array([dp]), dp)
+    _, kept, _, _ = layer_gib(Columns(unit, np.array([variant]), np.array([dp]), dp))
     if pp == 1:
         (memory,) = layout_memory(profile, layout, 4.0)
         assert memory.activations_gib == pytest.approx(kept.sum())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from disttrain_cli.runtime.messages.proof import faults
@@ -67,9 +69,17 @@ def test_tensors_are_there_before_a_pass_and_sent_after_it(
             received = at.get(one._replace(operation=f"receive_{what}"))
             sent = at.get(one._replace(operation=f"send_{what}"))
             assert (received is not None, sent is not None) == (receives, sends)
-            assert received is None or received < at[one]
+            assert received is None or own_before(order, received) == own_before(order, at[one])
+            posted = at.get(one._replace(operation=f"post_{what}"))
+            assert (posted is None) == (received is None)
+            assert posted is None or received is None or posted < received
             assert sent is None or at[one] < sent
             assert not forward or at[one._replace(operation="load", chunk=0)] < at[one]
+
+
+def own_before(order: Sequence[Instruction], number: int) -> int:
+    """Passes before an instruction."""
+    return sum(one.operation in COMPUTE for one in order[:number])
 
 
 def records(devices: int, orders: list[list[Instruction]]) -> list[Record]:
@@ -78,7 +88,7 @@ def records(devices: int, orders: list[list[Instruction]]) -> list[Record]:
     for device, order in enumerate(orders):
         for number, one in enumerate(order):
             kind, _, what = one.operation.partition("_")
-            if not what:
+            if not what or kind == "receive":  # posted before
                 continue
             stage, onward = one.chunk * devices + device, 1 if what == "activation" else -1
             sender = stage if kind == "send" else stage - onward
@@ -88,7 +98,7 @@ def records(devices: int, orders: list[list[Instruction]]) -> list[Record]:
             found[device].members[name] = tuple(sorted(ends))
             found[device].operations.append(
                 Operation(
-                    {"send": SEND, "receive": RECEIVE}[kind],
+                    {"send": SEND, "post": RECEIVE}[kind],
                     name,
                     (sender, one.slot),
                     what,
@@ -113,5 +123,5 @@ def test_an_activation_sent_before_its_gradient_is_received_waits_forever() -> N
     """Where both devices have sent first: the proof is no formality."""
     orders = [list(order) for order in programs(2, 2, 4)]
     for order in orders:
-        order.sort(key=lambda one: one.operation.startswith("receive"))
+        order.sort(key=lambda one: one.operation.startswith("post"))
     assert any("wait for each other" in sentence for sentence in faults(records(2, orders)))

@@ -226,11 +226,9 @@ def rehearse(
     opened = open_run(run)
     chosen, profile = checked_plan(opened, plan)
     from disttrain_cli.mitigation.replanning import goes_on_with, monitored_job
-    from disttrain_cli.planning.check import refuse_chunks
     from disttrain_cli.runtime.launching.starts import alone
     from disttrain_cli.runtime.rehearsal import rehearse as rehearsing
 
-    refuse_chunks(chosen, "rehearse")
     folder = opened.dir.rehearsal
     with alone(folder):
         now = goes_on_with(folder, chosen) if resume else chosen

@@ -79,7 +79,7 @@ def _memory(console: Console, done: list[StageReport]) -> None:
             [
                 stage.unit,
                 _stages(stage),
-                span(stage.layers),
+                ", ".join(map(span, stage.layers)),
                 stage.seen.slots_in_flight,
                 f"{stage.seen.kept_gib:.3f}",
                 f"{stage.priced_kept_gib:.3f}",

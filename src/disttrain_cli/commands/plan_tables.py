@@ -66,7 +66,7 @@ def show_layout(
                 *([unit.cp_degree] if shares else []),
                 *([f"{unit.ep}{' overlapped' * unit.ep_overlap}"] if divides else []),
                 unit.dp,
-                unit.pp,
+                unit.pp_degree,
                 f"{unit.gpus:,}",
                 layers(unit),
                 *([_yes(unit.checkpointing)] if recomputes else []),
@@ -436,7 +436,7 @@ def shape(layout: Layout) -> str:
     ×CP follows TP for units with context parallelism, and EP the others, whose ranks it divides.
     """
     units = (
-        f"{u.tp_degree}{f'×CP {u.cp_degree}' if u.cp > 1 else ''}×{u.dp}×{u.pp}"
+        f"{u.tp_degree}{f'×CP {u.cp_degree}' if u.cp > 1 else ''}×{u.dp}×{u.pp_degree}"
         f"{f' (EP {u.ep})' if u.ep > 1 else ''}"
         for u in layout.units
     )

@@ -19,8 +19,8 @@ If queries, keys and values are views of one tensor, a group saves less: no rank
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from disttrain_cli.costs.freezing import Backward
 from disttrain_cli.costs.hardware import moved_s
 from disttrain_cli.costs.links import (
     COLLECTIVES,
@@ -33,6 +33,9 @@ from disttrain_cli.spec.layer_costs import Heads, LayerCost, Polynomial, combine
 from disttrain_cli.spec.profile import LinkTimes, Profile
 from disttrain_cli.spec.shape import ParallelShape
 from disttrain_cli.spec.work import Work
+
+if TYPE_CHECKING:
+    from disttrain_cli.costs.freezing import Backward
 
 #: Bytes of an exchanged element.
 VALUE_BYTES = {"bf16": 2.0, "fp32": 4.0}

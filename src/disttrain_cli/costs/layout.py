@@ -161,6 +161,7 @@ def by_device(stages: Sequence[CostedStage]) -> list[CostedStage]:
             held=[layer for one in own for layer in one.held],
             numbers=[count for one in own for count in one.numbers],
             expert_numbers=[count for one in own for count in one.expert_numbers],
+            begins=[name for one in own for name in one.begins],
         )
         if len(own) > 1
         else own[0]

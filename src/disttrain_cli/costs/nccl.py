@@ -21,13 +21,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from disttrain_cli.spec.profile import DeviceProfile
-from disttrain_cli.spec.stage_graph import Stage, StageGraph
+
+if TYPE_CHECKING:
+    from disttrain_cli.spec.stage_graph import Stage, StageGraph
 
 Floats = NDArray[np.float64]
 Count = int | Floats | NDArray[np.int64]

@@ -7,13 +7,16 @@ its images and its audio clips, so that the text's own share is a mean sequence'
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from disttrain_cli.costs.layout import CostedStage
 from disttrain_cli.spec.index import KINDS
 from disttrain_cli.spec.profile import Profile
+
+if TYPE_CHECKING:
+    from disttrain_cli.costs.layout import CostedStage
 
 Floats = NDArray[np.float64]
 # share of a sequence's time below which there is no text: rates of synthetic files differ by their

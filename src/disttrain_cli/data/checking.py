@@ -6,13 +6,12 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
 from disttrain_cli.calls import call
 from disttrain_cli.data.index.index_checks import MOST_NAMED, shard_label
-from disttrain_cli.data.index.sample_index import Index
 from disttrain_cli.data.modalities.registry import MODALITIES
 from disttrain_cli.data.reading import ShardReader
 from disttrain_cli.data.slots import Ints
@@ -22,6 +21,9 @@ from disttrain_cli.errors import DataError
 from disttrain_cli.spec.index import ITEMS, TEXT
 from disttrain_cli.spec.progress import Progress
 from disttrain_cli.spec.runfile import Run, RunFile
+
+if TYPE_CHECKING:
+    from disttrain_cli.data.index.sample_index import Index
 
 AT_ONCE = 1024  # samples between two progress messages
 

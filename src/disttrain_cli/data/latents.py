@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from disttrain_cli.calls import call
-from disttrain_cli.data.index.sample_index import Index
 from disttrain_cli.data.sources.files import content_of
 from disttrain_cli.errors import DataError, MismatchError, SpecError
 from disttrain_cli.spec.files import fingerprint, parse_json, validate
@@ -17,6 +16,9 @@ from disttrain_cli.spec.heads import TargetInput
 from disttrain_cli.spec.index import TARGET
 from disttrain_cli.spec.latents import DESCRIPTION, MARK, MARKED, Latents, Origin
 from disttrain_cli.spec.runfile import Run
+
+if TYPE_CHECKING:
+    from disttrain_cli.data.index.sample_index import Index
 
 OPEN_FILES = 64
 PREPARE = f"Prepare them: {call('data_latents')}"

@@ -11,6 +11,7 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,12 +20,14 @@ from disttrain_cli.data.epochs.mixture import Mixture
 from disttrain_cli.data.epochs.phase import PhaseStream
 from disttrain_cli.data.epochs.sizes import joined
 from disttrain_cli.data.epochs.streams import Start, at_first
-from disttrain_cli.data.index.sample_index import Index
 from disttrain_cli.data.once import Once
 from disttrain_cli.data.slots import Ints
 from disttrain_cli.spec.heads import Item
 from disttrain_cli.spec.index import KINDS
 from disttrain_cli.spec.progress import Progress, silent
+
+if TYPE_CHECKING:
+    from disttrain_cli.data.index.sample_index import Index
 
 
 @dataclass(frozen=True)

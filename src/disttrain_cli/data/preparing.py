@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import pairwise
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
@@ -21,7 +21,6 @@ from disttrain_cli.data.checking import Broken, Files, broken_in, try_decoding
 from disttrain_cli.data.latents import LatentReader, open_latents
 from disttrain_cli.data.modalities.modality import InParts, Packing
 from disttrain_cli.data.modalities.registry import MODALITIES
-from disttrain_cli.data.ordering.shared_orders import SharedOrders
 from disttrain_cli.data.packing import Members
 from disttrain_cli.data.reading import ShardReader
 from disttrain_cli.data.sequences import NOT_TRAINED, SequencePlan
@@ -35,6 +34,9 @@ from disttrain_cli.spec.library_images import Packed
 from disttrain_cli.spec.places import Places, together
 from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.runfile import Run
+
+if TYPE_CHECKING:
+    from disttrain_cli.data.ordering.shared_orders import SharedOrders
 
 #: Fields read from the data's files: inputs of an encoder or generator for an item ("image", of a
 #: further one "image.1"), and those of texts.

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from disttrain_cli.data.index.index_checks import REINDEX
-from disttrain_cli.data.index.sample_index import Index
+from disttrain_cli.calls import call
 from disttrain_cli.data.modalities.registry import MODALITIES
 from disttrain_cli.data.parts import written_around
 from disttrain_cli.data.sources import Location, OpenShard, RowGroups, open_shard, printable, shown
@@ -20,6 +20,10 @@ from disttrain_cli.errors import DataError
 from disttrain_cli.spec.heads import Numbers
 from disttrain_cli.spec.index import AROUND, ITEMS, TEXT
 
+if TYPE_CHECKING:
+    from disttrain_cli.data.index.sample_index import Index
+
+REINDEX = f"Index the data again with: {call('profile', reindex=True)}"
 OPEN_SHARDS = 64
 NO_RECORD = Location(-1, 0)
 

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from disttrain_cli.data.arrays import mix, ranges, starts_of
-from disttrain_cli.data.packing import Packing
 from disttrain_cli.data.slots import Ints, columns
 from disttrain_cli.spec.heads import Item
 from disttrain_cli.spec.index import KINDS
 from disttrain_cli.spec.inputs import ModelInputs
 from disttrain_cli.spec.profile import SizeSample
+
+if TYPE_CHECKING:
+    from disttrain_cli.data.packing import Packing
 
 SAMPLED_BATCH = 4  # purpose of `mix`, distinct from those of packing
 

@@ -131,6 +131,7 @@ def differences(old: Layout, new: Layout) -> list[Difference]:
                 (mine.name, "EP", mine.ep, theirs.ep),
                 (mine.name, "DP", mine.dp, theirs.dp),
                 (mine.name, "PP", mine.pp, theirs.pp),
+                (mine.name, "stages per rank", mine.chunks, theirs.chunks),
                 (mine.name, "layers per stage", mine.layers_per_stage, theirs.layers_per_stage),
                 (mine.name, "recomputes", mine.checkpointing, theirs.checkpointing),
                 (mine.name, "weight gradients deferred", delays(mine), delays(theirs)),

@@ -161,24 +161,6 @@ def refuse_not_run(plan: Plan, run: RunFile, profile: Profile) -> None:
         )
 
 
-def refuse_chunks(plan: Plan, what: str) -> None:
-    """Reject a plan with several stages on a rank, which training runs, for something else.
-
-    Args:
-        what: that goes before "ranks with several stages".
-
-    Raises:
-        SpecError: names the unit.
-    """
-    for unit in plan.plan.units:
-        if unit.chunks > 1:
-            raise SpecError(
-                f"This version does not {what} ranks with several stages",
-                f"unit {unit.name}: chunks {unit.chunks}",
-                f"Train it ({call('train')}), or set chunks: 1 and pp stages in layers_per_stage.",
-            )
-
-
 def _check_choices(plan: Plan, run: RunFile) -> None:
     """Check settings fixed by the run file: trained modules, ZeRO stage, recomputation."""
     layout, train = plan.plan, run.train

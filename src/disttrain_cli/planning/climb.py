@@ -85,17 +85,22 @@ def _shifted(units: list[Unit], cluster: Cluster, layout: Layout) -> Iterator[La
     layout = whole(layout)
     limit_s = estimate_s(cluster, units, layout) * (1 - LEAST_GAIN)
     for number, unit in enumerate(layout.units):
-        for first, second in itertools.permutations(range(unit.pp), 2):
-            if abs(first - second) != 1 or unit.layers_per_stage[first] == 1:
-                continue
-            split = list(unit.layers_per_stage)
-            split[first] -= 1
-            split[second] += 1
-            shifted = unit.model_copy(update={"layers_per_stage": split})
+        for layers in shifts(unit.layers_per_stage):
+            shifted = unit.model_copy(update={"layers_per_stage": layers})
             both = [*layout.units[:number], shifted, *layout.units[number + 1 :]]
             other = layout.model_copy(update={"units": both})
             if estimate_s(cluster, units, other) < limit_s:
                 yield other
+
+
+def shifts(layers_per_stage: Sequence[int]) -> Iterator[list[int]]:
+    """Yield the numbers of layers with one moved between neighbouring stages."""
+    for first, second in itertools.permutations(range(len(layers_per_stage)), 2):
+        if abs(first - second) == 1 and layers_per_stage[first] > 1:
+            layers = list(layers_per_stage)
+            layers[first] -= 1
+            layers[second] += 1
+            yield layers
 
 
 def _built(units: list[Unit], cluster: Cluster, layout: Layout, build: Build) -> Iterator[Layout]:

@@ -161,7 +161,7 @@ def time_parts(
 ) -> list[TimePart]:
     """Decompose the step by simulating it with even data, and without transfers; parts sum to it.
 
-    Steady is the slowest stage of the even step times all slots but one; warm-up and cool-down are
+    Steady is the slowest rank of the even step times all slots but one; warm-up and cool-down are
     the schedule's time beyond that; uneven data is the additional time of the sampled batches
     compared with an even one.
 
@@ -199,7 +199,9 @@ def time_parts(
     computed_s = run(
         replace(reduced, reduce_s=np.zeros_like(even.reduce_s), reducing=None)
     ).iteration_s
-    steady_s = float(even.computing_s[0].max()) * (layout.microbatches - 1)
+    each_s = even.computing_s[0]  # [S, R]
+    of_ranks_s = each_s.reshape(-1, even.devices or len(each_s), each_s.shape[1]).sum(axis=0)
+    steady_s = float(of_ranks_s.max()) * (layout.microbatches - 1)
     parts = [
         ("steady", steady_s),
         ("warm-up and cool-down", computed_s - steady_s),
@@ -416,7 +418,7 @@ def differences(layout: Layout, other: Layout) -> str:
                 ("TP", mine.tp_degree, theirs.tp_degree),
                 ("CP", mine.cp_degree, theirs.cp_degree),
                 ("DP", mine.dp, theirs.dp),
-                ("PP", mine.pp, theirs.pp),
+                ("PP", mine.pp_degree, theirs.pp_degree),
             )
             if old != new
         ]

@@ -229,7 +229,7 @@ def rank(
         shape = llm.tp, llm.cp, llm.dp, llm.pp, shares(one.layout)
         return grouping([llm]), one.layout.microbatches, shape
 
-    ordered = sorted(finalists, key=_order)
+    ordered = sorted(finalists, key=rank_key)
     best = diverse(ordered, kind, max(wanted, SURE))
     if all(shares(one.layout) for one in best):
         best += [one for one in ordered if not shares(one.layout)][:1]
@@ -239,7 +239,7 @@ def rank(
         thorough = len(numbers) > 1 and one.iteration_s <= CLOSE * best[0].iteration_s
         return Ranked(*timed(profile, cluster, whole(one.layout), numbers, draws, thorough))
 
-    return chosen_first(sorted(map(again, best), key=_order), cluster.gpus_per_node)
+    return chosen_first(sorted(map(again, best), key=rank_key), cluster.gpus_per_node)
 
 
 def chosen_first(ranked: Sequence[Ranked], gpus_per_node: int) -> list[Ranked]:
@@ -261,7 +261,7 @@ def shares(layout: Layout) -> bool:
     return any(unit.cp > 1 for unit in layout.units)
 
 
-def _order(one: Ranked) -> tuple[object, ...]:
+def rank_key(one: Ranked) -> tuple[object, ...]:
     """Return the sort key: time to nine digits, then simplicity.
 
     Simpler means fewer GPUs, fewer stages, less TP, less CP, smaller microbatches.

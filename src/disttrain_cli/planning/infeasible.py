@@ -20,7 +20,7 @@ from disttrain_cli.costs.memory import layout_memory
 from disttrain_cli.errors import InfeasibleError
 from disttrain_cli.planning.bounds import divisors
 from disttrain_cli.planning.layouts import layout_with
-from disttrain_cli.planning.options import layer_gib
+from disttrain_cli.planning.options import Columns, layer_gib
 from disttrain_cli.planning.partition import fewest_stages
 from disttrain_cli.planning.units import Cluster, Unit, groupings, holder_of, shape_at, sharing
 from disttrain_cli.spec.plan import Layout, StageMemory, Strategy
@@ -153,7 +153,7 @@ def _before(unit: Unit, partial: list[Fit], size: int, gpus: int, parallel: bool
     variant, dp = variant[small], dp[small]
     if not len(dp):
         return []
-    memory, untimed = layer_gib(unit, variant, dp, size), np.zeros((len(dp), unit.layers))
+    memory, untimed = layer_gib(Columns(unit, variant, dp, size)), np.zeros((len(dp), unit.layers))
     fits: list[Fit] = []
     for after in partial:
         pp = fewest_stages(untimed, *memory, slots, after.stages, np.zeros(len(dp)), unit.allowed)

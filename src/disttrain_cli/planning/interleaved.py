@@ -11,87 +11,85 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from disttrain_cli.costs.layout import amount, stages_of
 from disttrain_cli.costs.memory import fits
+from disttrain_cli.planning.climb import shifts
 from disttrain_cli.planning.draws import Draws
+from disttrain_cli.planning.finalists import Ranked, chosen_first, one_batch_s, rank_key
 from disttrain_cli.planning.partition import split
 from disttrain_cli.planning.predict import batches
+from disttrain_cli.planning.split_backward import LEAST_GAIN, timed, whole
 from disttrain_cli.planning.units import Cluster
-from disttrain_cli.simulation.makespan import steps_s
-from disttrain_cli.simulation.step import pipelines_of
-from disttrain_cli.spec.plan import Baseline, Layout, UnitPlan
+from disttrain_cli.spec.plan import Layout, UnitPlan
 from disttrain_cli.spec.profile import Profile
-from disttrain_cli.spec.runfile.train import Ordering
 
 CHUNKS = (2, 4, 8)  # chunks per device that are tried
-
-
-def interleaved_s(
-    profile: Profile,
-    layout: Layout,
-    cluster: Cluster,
-    draws: Draws,
-    chunks: int,
-    numbers: Iterable[int] | None = None,
-    ordering: Ordering | None = None,
-) -> float:
-    """Return the mean step time of a layout of one unit with `chunks` chunks per device.
-
-    Over these global batches drawn from the data, or over all, ordered by the policy of the draws
-    or by another; with one chunk as `predict.simulated_s`. Inf if there is no such schedule or it
-    does not fit: PP is 1, slots are not a multiple of it, chunks exceed layers, or slots in flight
-    need more than a device's memory.
-    """
-    cut = layout if chunks == 1 else cut_into(profile, layout, chunks)
-    if cut is None or not fits(profile, cut, cluster.memory_gib):
-        return math.inf
-    loads = [
-        draws.loads(layout, number, ordering)
-        for number in (batches(cluster) if numbers is None else numbers)
-    ]
-    stages = stages_of(profile, cut)
-    return float(steps_s(pipelines_of(profile, cut, stages, loads, cluster.gpus_per_node)).mean())
+CLOSE = 1.05  # ratio to the time with one stage per rank up to which moving layers may gain
+#: Turns of simulated steps, 30 µs each, in which layers are moved: those of many stages stay.
+MOST_TURNS = 1 << 13
 
 
 def with_chunks(
-    profile: Profile,
-    cluster: Cluster,
-    draws: Draws,
-    layouts: Sequence[Layout],
-    found: Baseline,
-) -> Baseline:
-    """Return a baseline, or one of these layouts with virtual stages, whichever is faster.
+    profile: Profile, cluster: Cluster, draws: Draws, ranked: Sequence[Ranked]
+) -> list[Ranked]:
+    """Return ranked layouts, and those of one unit with several stages on each rank, best first.
 
-    A plan has no virtual stages unless they are written by hand (`UnitPlan.chunks`). They are
-    chosen by the policy of the draws, and timed by the better of that and the cluster's, on the
-    batches of `found`.
+    Only where that gains `LEAST_GAIN` of a step: it sends more messages.
+
+    Args:
+        ranked: with their mean times over all batches (`finalists.rank`).
     """
-    times_s = {
-        (interleaved_s(profile, layout, cluster, draws, chunks), number, chunks)
-        for number, layout in enumerate(layouts)
-        for chunks in CHUNKS
-    }
-    chosen_s, number, chunks = min(times_s)
-    if not math.isfinite(chosen_s):
-        return found
-    best_s = min(
-        interleaved_s(profile, layouts[number], cluster, draws, chunks, ordering=ordering)
-        for ordering in (None, cluster.ordering)
-    )
-    if best_s >= found.iteration_s:
-        return found
-    layout, faster = layouts[number], found.iteration_s / best_s
-    return Baseline(
-        iteration_s=best_s,
-        sequences_per_s=faster * found.sequences_per_s,
-        mfu=faster * found.mfu,
-        gpus_used=layout.gpus_used,
-        layout=f"{layout.describe()}, M {layout.microbatch_size}, {chunks} chunks per device",
-    )
+    found = list(ranked)
+    for one in ranked:
+        if len(one.layout.units) > 1:
+            continue
+        cuts = [cut_into(profile, whole(one.layout), chunks) for chunks in CHUNKS]
+        times_s = [
+            (one_batch_s(profile, cut, cluster, draws), cut)
+            for cut in cuts
+            if cut and fits(profile, cut, cluster.memory_gib)
+        ]
+        cut_s, cut = min(times_s, key=lambda one: one[0], default=(math.inf, one.layout))
+        if cut_s > CLOSE * one.iteration_s:
+            continue
+        fastest = _shifted(profile, cluster, draws, cut)
+        best = Ranked(*timed(profile, cluster, fastest, batches(cluster), draws))
+        known = any(other.layout == best.layout for other in found)
+        if not known and best.iteration_s < one.iteration_s * (1 - LEAST_GAIN):
+            found.append(best)
+    return chosen_first(sorted(found, key=rank_key), cluster.gpus_per_node)
+
+
+def _shifted(profile: Profile, cluster: Cluster, draws: Draws, layout: Layout) -> Layout:
+    """Return the layout with layers moved between neighbouring stages while that shortens a step.
+
+    `cut_into` levels stages, not the ranks that several of them share.
+    """
+    (unit,) = layout.units
+    best = one_batch_s(profile, layout, cluster, draws), layout
+    left = MOST_TURNS // (2 * (layout.microbatches * unit.chunks + unit.stages))
+    while not unit.module_tp:
+        moved = [
+            _staged(layout, unit, layers, unit.chunks)
+            for layers in shifts(best[1].units[0].layers_per_stage)
+        ]
+        left -= len(moved)
+        if left < 0:
+            break
+        times_s = (
+            (one_batch_s(profile, other, cluster, draws), other)
+            for other in moved
+            if fits(profile, other, cluster.memory_gib)
+        )
+        fastest = min(times_s, key=lambda one: one[0], default=best)
+        if fastest[0] > best[0] * (1 - LEAST_GAIN):
+            break
+        best = fastest
+    return best[1]
 
 
 def cut_into(profile: Profile, layout: Layout, chunks: int) -> Layout | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -170,9 +170,9 @@ def list_rows(
     if kinds.divides_experts:
         whole = kinds.expert_replicas(variant, dp) > 0
         variant, dp = variant[whole], dp[whole]
-    times = kind_ms(unit, variant, dp, slot_sequences)
-    states, activations, working = kind_gib(unit, variant, dp, slot_sequences)
-    most_room = most_room_gib(unit, variant, dp, slot_sequences)
+    columns = Columns(unit, variant, dp, slot_sequences)
+    times, most_room = kind_ms(columns), most_room_gib(columns)
+    states, activations, working = kind_gib(columns)
     flight = min(slots, later_units + 1)
     bulk, bulk_ms = _bulk(times, kinds.count)
     none = np.zeros_like(dp)
@@ -211,18 +211,27 @@ def _bulk(times: Floats, count: Ints) -> tuple[int, Floats]:
     return int(count[as_long].sum()), times[:, kind]
 
 
-def kind_ms(unit: Unit, variant: Ints, dp: Ints, slot_sequences: int) -> Floats:
-    """Return [B, K] times of layer kinds for one slot on the busiest replica, by variant and DP."""
+class Columns(NamedTuple):
+    """Shapes of a unit but for PP, as columns [B], and the sequences of a slot."""
+
+    unit: Unit
+    variant: Ints  # `Kinds`
+    dp: Ints
+    slot_sequences: int
+
+
+def kind_ms(columns: Columns) -> Floats:
+    """Return [B, K] times of layer kinds for one slot on the busiest replica."""
+    unit, variant, dp, slot_sequences = columns
     load = busiest_load(unit.holds_llm, slot_sequences, unit.items_per_sequence, dp.astype(float))
     return np.maximum(
         0.0, unit.kinds.base_ms[variant] + unit.kinds.slope_ms[variant] * load[:, None]
     )
 
 
-def kind_gib(
-    unit: Unit, variant: Ints, dp: Ints, slot_sequences: int
-) -> tuple[Floats, Floats, Floats]:
+def kind_gib(columns: Columns) -> tuple[Floats, Floats, Floats]:
     """Return [B, K] static memory, memory per slot in flight, and a running slot's peak."""
+    unit, variant, dp, slot_sequences = columns
     kinds, replicas, profile = unit.kinds, dp.astype(float), unit.profile
     mix = np.stack(
         [np.ones_like(replicas), *worst_mix(profile, unit.modules, slot_sequences, replicas)],
@@ -260,17 +269,15 @@ def _shared_gib(unit: Unit, states: Floats) -> Floats:
     return np.zeros(len(states))
 
 
-def room_gib(
-    unit: Unit, variant: Ints, dp: Ints, slot_sequences: int, first: bool, last: bool
-) -> Floats:
+def room_gib(columns: Columns, first: bool, last: bool) -> Floats:
     """Return [B] a device's memory for layers, on a stage with or without the unit's ends."""
-    room, sent = _room_and_messages_gib(unit, variant, dp, slot_sequences)
+    room, sent = _room_and_messages_gib(*columns)
     return np.asarray(room - sent.of_stage(first, last))
 
 
-def most_room_gib(unit: Unit, variant: Ints, dp: Ints, slot_sequences: int) -> Floats:
+def most_room_gib(columns: Columns) -> Floats:
     """Return [B] a device's memory for layers on the stage that sends least."""
-    room, sent = _room_and_messages_gib(unit, variant, dp, slot_sequences)
+    room, sent = _room_and_messages_gib(*columns)
     least = np.minimum(sent.entering, sent.inside) + np.minimum(sent.leaving, sent.inside)
     return np.asarray(room - least)
 
@@ -324,18 +331,14 @@ def _room_gib(unit: Unit, variants: bytes, dps: bytes) -> Floats:
     return np.asarray(unit.cluster.memory_gib - reserved_bytes(*known, groups) / GIB)
 
 
-def layer_gib(
-    unit: Unit, variant: Ints, dp: Ints, slot_sequences: int
-) -> tuple[Floats, Floats, Floats, Floats]:
+def layer_gib(columns: Columns) -> tuple[Floats, Floats, Floats, Floats]:
     """Return `kind_gib` of every layer [B, L], and [B] a device's memory in the unit's middle.
 
     Differences of that memory on the first and last stage are added to the static memory of the
     first and last layer.
     """
-    states, activations, working = (
-        part[:, unit.kinds.of] for part in kind_gib(unit, variant, dp, slot_sequences)
-    )
-    free, sent = _room_and_messages_gib(unit, variant, dp, slot_sequences)
+    states, activations, working = (part[:, columns.unit.kinds.of] for part in kind_gib(columns))
+    free, sent = _room_and_messages_gib(*columns)
     room, first, last = (
         free - sent.of_stage(*ends) for ends in ((False, False), (True, False), (False, True))
     )
@@ -369,10 +372,10 @@ def _price_single_stage(unit: Unit, options: Options, slot_sequences: int, slots
     if not len(options):
         return options
     kinds = unit.kinds
-    known = unit, _variants(unit, options), options.dp, slot_sequences
-    states, activations, working = kind_gib(*known)
+    columns = Columns(unit, _variants(unit, options), options.dp, slot_sequences)
+    states, activations, working = kind_gib(columns)
     left = (
-        room_gib(*known, first=True, last=True)
+        room_gib(columns, first=True, last=True)
         - states @ kinds.count
         + _shared_gib(unit, states)
         - most_of_a_slot(activations[:, kinds.of], working[:, kinds.of])
@@ -396,7 +399,7 @@ def _price_split(
         return []
     variants = _variants(unit, options)
     needed = fewest_stages(
-        *_layers(unit, variants, options.dp, slot_sequences),
+        *_layers(Columns(unit, variants, options.dp, slot_sequences)),
         slots,
         int(afters[0]),
         within_ms / SAFE,
@@ -412,7 +415,7 @@ def _price_split(
         dps = int(options.dp.max()) + 1
         rows, of_row = np.unique(variants[mine] * dps + options.dp[mine], return_inverse=True)
         pp, result = options.pp[mine], np.full(len(options), np.inf)
-        layers = _layers(unit, rows // dps, rows % dps, slot_sequences)
+        layers = _layers(Columns(unit, rows // dps, rows % dps, slot_sequences))
         table = slowest_stage(*layers, slots, after, int(pp.max()), unit.allowed)
         result[mine] = table[of_row, pp]
         return result
@@ -450,16 +453,12 @@ def _variants(unit: Unit, table: Rows | Options) -> Ints:
     return (same & (table.recompute[:, None] == kinds.recompute)).argmax(axis=1)
 
 
-def _layers(
-    unit: Unit, variant: Ints, dp: Ints, slot_sequences: int
-) -> tuple[Floats, Floats, Floats, Floats, Floats]:
+def _layers(columns: Columns) -> tuple[Floats, Floats, Floats, Floats, Floats]:
     """Return [B, L] times and memory of every layer, and [B] the available memory.
 
     The memory columns are static, per slot in flight, and while the layer runs.
     """
-    return kind_ms(unit, variant, dp, slot_sequences)[:, unit.kinds.of], *layer_gib(
-        unit, variant, dp, slot_sequences
-    )
+    return kind_ms(columns)[:, columns.unit.kinds.of], *layer_gib(columns)
 
 
 @memoised
@@ -472,7 +471,7 @@ def slowest_by_stages(
     """
     most = min(unit.layers, most_gpus // shape.gpus)
     variant = np.array([unit.kinds.variant(shape)])
-    layers = _layers(unit, variant, np.array([shape.dp]), slot_sequences)
+    layers = _layers(Columns(unit, variant, np.array([shape.dp]), slot_sequences))
     return slowest_stage(*layers, slots, after, most, unit.allowed)[0]
 
 
@@ -485,7 +484,7 @@ def layers_per_stage(
     if variant is None:
         return None
     times, states, activations, working, room = _layers(
-        unit, np.array([variant]), np.array([shape.dp]), slot_sequences
+        Columns(unit, np.array([variant]), np.array([shape.dp]), slot_sequences)
     )
     return split(
         times[0],

@@ -299,8 +299,13 @@ def _unit_times(
         forward, backward, weights = np.mean(
             [[part.sum(axis=1).mean() for part in parts] for parts in times], axis=0
         )
+        of_ranks = (-1, unit.chunks, unit.pp, unit.dp)
         slowest = np.mean(
-            [parts.sum(axis=0).max(axis=2).mean(axis=0) for parts in times], axis=0
+            [
+                parts.sum(axis=0).reshape(of_ranks).sum(axis=1).max(axis=2).mean(axis=0)
+                for parts in times
+            ],
+            axis=0,
         ).max()
         alone = sum(float(parts.sum()) for parts in times)
         busy = sum(float(step.timeline.busy_s[stages, : unit.dp].sum()) for step in steps)

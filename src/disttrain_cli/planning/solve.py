@@ -133,8 +133,8 @@ def solve(
     Strategies differ in their possible units (`units.groupings`) and in their overlap: `auto` and
     `disaggregated` have split backwards (`split_backward`), reductions and gathers overlapped with
     passes (`costs.overlap`) and a TP group's messages overlapped with GEMMs (`Unit.overlaps`),
-    `megatron` the last two and, as a baseline, virtual stages (`interleaved`). All of them are
-    ranked and predicted under the ordering of training.
+    `megatron` the last two; with a single unit all may have several stages on each rank
+    (`interleaved`). All of them are ranked and predicted under the ordering of training.
 
     The formula's best layouts are simulated, and for `auto` the other strategies' own choices with
     them: a plan is no slower than a baseline, except for ties. Among layouts that tie with the
@@ -182,10 +182,7 @@ def solve_for(
         baselines[name] = None
         if found:
             found, shown = _as_trained(profile, theirs, found, draws)
-            baselines[name] = other = _baseline(found[0].layout, shown)
-            if name == "megatron" and profile.device.kind != "cpu":
-                layouts = [one.layout for one in found]
-                baselines[name] = with_chunks(profile, theirs, draws, layouts, other)
+            baselines[name] = _baseline(found[0].layout, shown)
         if strategy == "auto":
             combinations, simulated = combinations + looked_at, simulated + tried
             others += _as_ours(profile, cluster, [one.layout for one in found])
@@ -304,7 +301,10 @@ def ranking(
         if cluster.climbs:
             finalists += _climbed(unclimbed, cluster, draws, strategy, either_zero, finalists)
         simulated += len(finalists)
-        return rank(profile, cluster, draws, finalists, top + 1)
+        ranked = rank(profile, cluster, draws, finalists, top + 1)
+        if profile.device.kind == "cpu":
+            return ranked
+        return with_chunks(profile, cluster, draws, ranked)
 
     ranked = ranked_within(cluster)
     for width, simpler in (

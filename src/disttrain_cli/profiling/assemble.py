@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from disttrain_cli.costs.links import COLLECTIVES, ring_bytes
 from disttrain_cli.models.experts import expert_weights
@@ -12,7 +13,6 @@ from disttrain_cli.models.flops import LayerFlops
 from disttrain_cli.models.graph import LayerInfo
 from disttrain_cli.models.layer import PipelineLayer
 from disttrain_cli.models.tying import tied_layers
-from disttrain_cli.profiling.dataset import Dataset
 from disttrain_cli.profiling.fitting import Floats, fit, held_out_error_pct
 from disttrain_cli.profiling.footprints import Messages, Running
 from disttrain_cli.profiling.rows import batch_bytes, cut_bytes, gathered_bytes, input_bytes
@@ -30,6 +30,9 @@ from disttrain_cli.spec.layer_costs import (
 from disttrain_cli.spec.profile import LinkTimes, ModuleProfile, ModuleTime
 from disttrain_cli.spec.runfile.model import PROJECTORS, Kind
 from disttrain_cli.spec.work import Work
+
+if TYPE_CHECKING:
+    from disttrain_cli.profiling.dataset import Dataset
 
 NOTHING = Polynomial()
 #: Time that each pass saves where a TP group's messages are overlapped with GEMMs.

@@ -16,7 +16,7 @@ AT_END = ("wait", "reduce", "step")
 
 
 class Instruction(NamedTuple):
-    """Operation of a rank: one of `spec.trace.OPERATIONS`."""
+    """Operation of a rank: one of `spec.trace.OPERATIONS`, or the posting of a receive."""
 
     operation: str
     slot: int = -1  # -1: none
@@ -99,8 +99,10 @@ def programs(
     """Return the instructions of every device in interleaved 1F1B, or in an evaluation.
 
     Both ends of a message place it after the turn of the pass that it comes from, gradients first:
-    one order of all messages for all devices, so that none waits forever even if sends block. The
-    first chunk's forward loads the inputs of a slot for all.
+    one order of all messages for all devices, so that none waits forever even if sends block. In
+    training the receiver only posts it there (`post_*`), and waits for it right before the pass
+    that needs it, which may be passes later. The first chunk's forward loads the inputs of a slot
+    for all.
     """
     orders = [
         [
@@ -123,9 +125,11 @@ def programs(
             key = turn_of[source], 1, -one.operation, source.stage
             what = "activation" if one.operation == FORWARD else "gradient"
             add(key, f"send_{what}", source)
-            add(key, f"receive_{what}", one)
+            if training:
+                add(key, f"post_{what}", one)
+            add((turn, 0, 0) if training else key, f"receive_{what}", one)
         if one.operation == FORWARD and one.stage < devices:
-            add((turn, 0, 0), "load", one)
-        add((turn, 0, 1), COMPUTE[one.operation], one)
+            add((turn, 0, 1), "load", one)
+        add((turn, 0, 2), COMPUTE[one.operation], one)
     end = AT_END if training else AT_END[:1]
     return tuple((*(one for _, one in sorted(of)), *map(Instruction, end)) for of in events)

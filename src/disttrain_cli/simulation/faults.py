@@ -56,7 +56,7 @@ def placed(
     """
     replicas = [
         (stage, replica, set(of_replica))
-        for stage in stage_graph(now, llm).stages
+        for stage in stage_graph(now, llm).first_stages
         for replica, of_replica in enumerate(devices_of(now, stage))
     ]
     moved: list[FaultSpec] = []
@@ -184,7 +184,10 @@ def waited(faults: Sequence[FaultSpec], unit: str, stage: int, replica: int, cp_
 
 
 def _numbers(stages: Sequence[CostedStage], number: int, fault: FaultSpec) -> list[int]:
-    """Return the indices of the stages that a fault affects; SpecError if the layout lacks them."""
+    """Return the indices of the stages that a fault affects: all on the same ranks.
+
+    SpecError if the layout lacks them.
+    """
     of_unit = [index for index, stage in enumerate(stages) if stage.unit.name == fault.unit]
     if not of_unit:
         raise _error(
@@ -227,7 +230,7 @@ def _numbers(stages: Sequence[CostedStage], number: int, fault: FaultSpec) -> li
             f"nothing comes after {stages[of_unit[fault.stage]].name}",
             allowed or list(dict.fromkeys(f"unit {stage.unit.name}" for stage in linked)),
         )
-    return [of_unit[fault.stage]]
+    return of_unit[fault.stage :: unit.pp]
 
 
 def _error(

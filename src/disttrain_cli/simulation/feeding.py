@@ -12,10 +12,12 @@ data are ready. The first prefetch + 1 slots are submitted at the start of the f
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from disttrain_cli.simulation.timeline import Floats, Pipeline
+if TYPE_CHECKING:
+    from disttrain_cli.simulation.timeline import Floats, Pipeline
 
 
 class Feed:

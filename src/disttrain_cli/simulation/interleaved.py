@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
@@ -10,15 +11,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from disttrain_cli.schedule.interleaved import Pass, awaited, passes, turns
+from disttrain_cli.simulation.feeding import Feed, load_waits_s
 from disttrain_cli.simulation.timeline import Floats, Pipeline, Timeline
 from disttrain_cli.spec.trace import BACKWARD, FORWARD
 
 Ints = NDArray[np.int64]
 
 
-def simulate(pipeline: Pipeline) -> Timeline:
-    """Return the timeline of a step whose stages take turns on `Pipeline.devices`."""
-    assert pipeline.load_s is None and pipeline.weight_s is None
+def simulate(pipeline: Pipeline, feeds: Sequence[Feed] = ()) -> Timeline:
+    """Return the timeline of a step whose stages take turns on `Pipeline.devices`.
+
+    The first forward of a slot on a device waits for its data (`feeds`, by the first stage there).
+    """
+    assert pipeline.weight_s is None
     slots, count, replicas = pipeline.forward_s.shape
     devices = pipeline.devices
     program = _program(devices, count, slots)
@@ -29,6 +34,11 @@ def simulate(pipeline: Pipeline) -> Timeline:
     least_s = np.zeros_like(times_s)
     least_s[program.places[FORWARD, :, 0]] = leads
     hold_s = np.append(pipeline.transfer_s, 0.0)[program.cuts][:, None]
+    fetches = {
+        int(number): (feed, slot)
+        for feed in feeds
+        for slot, number in enumerate(program.places[FORWARD, feed.stage])
+    }
     starts_s = np.empty_like(times_s)
     ends_s, free = np.zeros((len(times_s) + 1, replicas)), np.zeros((devices, replicas))
     for begin, stop in pairwise(program.turns):
@@ -37,6 +47,10 @@ def simulate(pipeline: Pipeline) -> Timeline:
         ready += hold_s[turn]
         np.maximum(ready, least_s[turn], out=ready)
         np.maximum(ready, free.take(at, axis=0), out=ready)
+        for number in range(begin, stop) if fetches else ():
+            if number in fetches:
+                feed, slot = fetches[number]
+                ready[number - begin] = feed.fetch(slot, ready[number - begin])
         starts_s[turn] = ready
         ready += times_s[turn]
         free[at] = ends_s[turn] = ready
@@ -47,6 +61,7 @@ def simulate(pipeline: Pipeline) -> Timeline:
         starts[BACKWARD],
         ends[BACKWARD],
         _reduced_s(pipeline, program, free, ends_s) + pipeline.closing_s,
+        None if pipeline.load_s is None else load_waits_s(pipeline, feeds),
     )
 
 

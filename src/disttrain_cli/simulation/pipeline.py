@@ -142,8 +142,10 @@ def program_of(pipeline: Pipeline) -> Program:
 
 def _step(pipeline: Pipeline, feeds: Sequence[Feed]) -> Timeline:
     """Simulate one step; the feeds continue from the one before."""
+    for feed in feeds:
+        feed.begin_step(pipeline)
     if pipeline.devices:
-        return interleaved.simulate(pipeline)
+        return interleaved.simulate(pipeline, feeds)
     program = program_of(pipeline)
     first, stage_of = program.first, program.stage_of
     ranks, stages = len(stage_of), len(program.ticks)
@@ -161,8 +163,6 @@ def _step(pipeline: Pipeline, feeds: Sequence[Feed]) -> Timeline:
         (feed, program.ticks[feed.stage][0], slice(first[feed.stage], first[feed.stage + 1]))
         for feed in feeds
     ]
-    for feed in feeds:
-        feed.begin_step(pipeline)
     for step in range(program.steps):
         start = starts[step]
         clock.take(program.sources[step % 2], out=start, mode="clip")

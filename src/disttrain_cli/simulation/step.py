@@ -128,6 +128,6 @@ def fed(
         prefetch: slots that are prepared ahead.
     """
     load_s = np.zeros_like(pipeline.forward_s)
-    for number, stage in enumerate(stages):
-        load_s[:, number, : stage.unit.dp] = prepare_s(profile, stage, loads, workers)
+    for number, device in enumerate(by_device(stages)):  # a slot's data are loaded once for all
+        load_s[:, number, : device.unit.dp] = prepare_s(profile, device, loads, workers)
     return dataclasses.replace(pipeline, load_s=load_s, prefetch=prefetch)

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import reduce
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from disttrain_cli.costs.overlap import Hidden
 from disttrain_cli.schedule.one_f_one_b import last_slots
 from disttrain_cli.spec.stage_graph import stages_to_end
 from disttrain_cli.spec.trace import WEIGHTS
+
+if TYPE_CHECKING:
+    from disttrain_cli.costs.overlap import Hidden
 
 Floats = NDArray[np.float64]
 
@@ -132,12 +135,3 @@ class Timeline:
         if self.weight_start is not None and self.weight_end is not None:
             busy += self.weight_end - self.weight_start
         return busy.sum(axis=0)
-
-    @property
-    def bubble_fraction(self) -> float:
-        """Share of the ranks' time, over the whole iteration, in which they do not compute."""
-        busy = self.busy_s
-        ranks = int(np.isfinite(busy).sum())
-        return (
-            float(1.0 - np.nansum(busy) / (ranks * self.iteration_s)) if self.iteration_s else 0.0
-        )

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
 
-from disttrain_cli.spec.heads import Numbers
 from disttrain_cli.spec.video_processor import NHZ, Film
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+
+    from disttrain_cli.spec.heads import Numbers
 
 Media = Literal["image", "video", "audio"]
 #: Frames per second of processors that sample none by themselves, as of qwen-vl-utils.

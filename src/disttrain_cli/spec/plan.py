@@ -259,12 +259,16 @@ class UnitPlan(Strict):
         return f"{self.tp} ({others})" if others else str(self.tp)
 
     @property
+    def pp_degree(self) -> str:
+        """PP in words, with the number of each rank's stages if there are several."""
+        return f"{self.pp} × {self.chunks} chunks" if self.chunks > 1 else str(self.pp)
+
+    @property
     def degrees(self) -> str:
         """TP, DP and PP in words, and CP and EP if they are not 1."""
         cp = f"CP {self.cp_degree} " if self.cp > 1 else ""
         ep = f"EP {self.ep} " if self.ep > 1 else ""
-        chunks = f" × {self.chunks} chunks" if self.chunks > 1 else ""
-        return f"TP {self.tp_degree} {cp}{ep}DP {self.dp} PP {self.pp}{chunks}"
+        return f"TP {self.tp_degree} {cp}{ep}DP {self.dp} PP {self.pp_degree}"
 
 
 class Layout(Strict):
@@ -427,7 +431,7 @@ class UnitTime(Strict):
     weights_ms: float = 0.0
     stage_ms: float = Field(
         description=(
-            "Forward and complete backward of the slowest stage: the cost of one additional slot."
+            "Forward and complete backward of the slowest rank: the cost of one additional slot."
         )
     )
     sharing: float = Field(

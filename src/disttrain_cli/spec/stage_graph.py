@@ -129,9 +129,14 @@ class RankCoords:
     later: tuple[Stage, ...] = ()  # its stages after `stage` (`UnitPlan.chunks`)
 
     @property
+    def stages(self) -> tuple[Stage, ...]:
+        """All its stages, in pipeline order."""
+        return self.stage, *self.later
+
+    @property
     def layers(self) -> list[int]:
         """Its layers of all its stages, in pipeline order."""
-        return [layer for stage in (self.stage, *self.later) for layer in stage.layers]
+        return [layer for stage in self.stages for layer in stage.layers]
 
     @property
     def unit(self) -> UnitPlan:
@@ -177,6 +182,10 @@ class StageGraph:
     @cached_property
     def world_size(self) -> int:
         return sum(len(stage.ranks) for stage in self.first_stages)
+
+    def together(self, stage: Stage) -> list[Stage]:
+        """Return the stages on the same ranks, in pipeline order."""
+        return [one for one in self.stages if one.ranks == stage.ranks]
 
     def coords(self, rank: int) -> RankCoords:
         """Return the coordinates of a rank: stage, replica, TP and CP rank."""

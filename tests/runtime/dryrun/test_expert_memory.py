@@ -30,6 +30,8 @@ CASES: list[dict[str, Any]] = [
     {"dp": 2, "tp": 2, "ep": 4},
     {"dp": 2, "cp": 2, "ep": 2, "checkpointing": True},
 ]
+#: Two stages on each of two ranks.
+INTERLEAVED = {"dp": 2, "ep": 2, "pp": 2, "chunks": 2, "layers_per_stage": [2, 1, 1, 1]}
 
 
 def _write(folder: Path) -> Run:
@@ -63,11 +65,14 @@ def _write(folder: Path) -> Run:
 
 
 def _unit(case: dict[str, Any]) -> UnitPlan:
-    return UnitPlan(name="llm", modules=["llm"], pp=1, gpus=RANKS, layers_per_stage=[5], **case)
+    known = {"layers_per_stage": [5]} | case
+    return UnitPlan(name="llm", modules=["llm"], gpus=RANKS, **known)
 
 
-def executed(source: list[Any], profile: dict[str, Any], plans: list[Any]) -> list[Any]:
-    """Observations of the first rank, in a process with a fake CUDA device."""
+def executed(
+    source: list[Any], profile: dict[str, Any], plans: list[Any], rank: int = 0
+) -> list[Any]:
+    """Observations of a rank, in a process with a fake CUDA device."""
     import deepspeed
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
@@ -86,14 +91,15 @@ def executed(source: list[Any], profile: dict[str, Any], plans: list[Any]) -> li
         run = read_run(*source)
         layer_table(run)
     known, found = Profile.model_validate(profile), []
-    with alone(0, RANKS):
+    with alone(rank, RANKS):
         deepspeed.init_distributed(dist_backend="fake", verbose=False)
         for given in plans:
             plan = Plan.model_validate(given)
             graph = stage_graph(plan.plan, "llm")
-            coords = graph.coords(0)
+            coords = graph.coords(rank)
             slots = slots_seen(coords.stage, plan.plan.microbatches)
-            seen = StageSeen(stages=[0], rank=0, slots_in_flight=1, slots=slots)
+            number = coords.stage.number
+            seen = StageSeen(stages=[number], rank=rank, slots_in_flight=1, slots=slots)
             _take_steps(run, plan, known, graph, coords, seen, lambda share: None)
             found.append(seen.model_dump(mode="json"))
     return found
@@ -105,8 +111,14 @@ def test_fullest_ranks_hold_what_the_plan_says(tmp_path: Path) -> None:
     profile = analytic_profile(run, "H100")
     plans = [plan_of(run, [_unit(case)], 1) for case in CASES]
     documents = [one.model_dump(mode="json") for one in plans]
-    observed = on_fake_cuda(executed, run.source, profile.model_dump(mode="json"), documents)
-    for case, plan, seen in zip(CASES, plans, observed, strict=True):
+    known = run.source, profile.model_dump(mode="json")
+    observed = on_fake_cuda(executed, *known, documents)
+    cases, together = list(CASES), plan_of(run, [_unit(INTERLEAVED)], 1)
+    for rank in (0, 2):
+        cases.append(INTERLEAVED)
+        plans.append(together)
+        observed += on_fake_cuda(executed, *known, [together.model_dump(mode="json")], rank)
+    for case, plan, seen in zip(cases, plans, observed, strict=True):
         graph = stage_graph(plan.plan, describe(run).llm)
         (stage,) = reports(profile, plan.plan, graph, [StageSeen.model_validate(seen)], DEVICE_GIB)
         kept = pytest.approx(stage.seen.kept_gib, rel=0.03, abs=POSITIONS_GIB)

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from disttrain_cli.runtime.rehearsal import engine as module
 from disttrain_cli.runtime.rehearsal.device import Device
 from disttrain_cli.runtime.rehearsal.engine import EmulatedEngine
+from disttrain_cli.runtime.rehearsal.feeding import StageWork
 from disttrain_cli.simulation.pipeline import simulate
 from disttrain_cli.simulation.timeline import Pipeline
 from disttrain_cli.spec.trace import WEIGHTS
@@ -43,14 +44,15 @@ def test_a_rank_s_reductions_end_as_simulated(pipeline: Pipeline) -> None:
             assert pipeline.weight_delay is not None
             delay = int(pipeline.weight_delay[stage])
         parts_s = [part_s[:, stage, 0].tolist() for part_s in pipeline.parts_s]
-        work = SimpleNamespace(waits=[{"llm": times} for times in zip(*parts_s, strict=True)])
+        waits = [{"llm": times} for times in zip(*parts_s, strict=True)]
+        work = SimpleNamespace(stages=[StageWork({}, waits)])
         made = cast(Any, EmulatedEngine.__new__(EmulatedEngine))
-        made.clock = Device(SCALE, free_s=BEGAN_S + SCALE * float(last_s[stage]))
+        made.clock, made._ended_s = Device(SCALE), {0: BEGAN_S + SCALE * float(last_s[stage])}
         made.feeder = SimpleNamespace(work=lambda step, work=work: work)
-        made.order = SimpleNamespace(step=0, slots=work.waits)
+        made.order = SimpleNamespace(step=0, slots=waits)
         made.coords = SimpleNamespace(stage=SimpleNamespace(weight_delay=delay))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(module.dist, "all_reduce", lambda tensor, op, group: None)
-            made._reduce_behind(pipeline.reducing.of([stage]), cast(dist.ProcessGroup, None))
+            made._reduce_behind([pipeline.reducing.of([stage])], cast(dist.ProcessGroup, None))
         reduced_s = (made.clock.free_s - BEGAN_S) / SCALE
         assert reduced_s == pytest.approx(last_s[stage] + pipeline.exposed_s[stage, 0])

@@ -94,9 +94,13 @@ def rows(
 
 def rows_in(trace: str, stage: CostedStage, replica: int, step: int) -> list[dict[str, Any]]:
     """All rows of a replica in a step, in order of time."""
-    folder = Path(trace) / f"rank-{stage.rank(replica):05d}"
-    own = [row for row in pq.read_table(folder).to_pylist() if row["step"] == step]
+    own = [row for row in _rows(folder_of(trace, stage, replica)) if row["step"] == step]
     return sorted(own, key=lambda row: (row["start_ns"], row["end_ns"]))
+
+
+def folder_of(trace: str, stage: CostedStage, replica: int) -> Path:
+    """Rows of a replica's first rank on a stage."""
+    return Path(trace) / f"rank-{stage.rank(replica):05d}"
 
 
 def took_s(row: dict[str, Any]) -> float:
@@ -288,6 +292,59 @@ def test_replicas_of_a_monolithic_stage_keep_their_own_times(tmp_path: Path) -> 
                     assert took_s(row) == pytest.approx(
                         expected_s[row["slot"], row["replica"]], abs=1e-6
                     )
+
+
+@pytest.mark.slow
+def test_several_stages_on_a_rank_take_as_long_as_simulated(tmp_path: Path) -> None:
+    """Two replicas on two ranks of two stages each, one of them slow from step 1 on."""
+    place = {"unit": "model", "stage": 1, "replica": 1}
+    fault = {"slow": "rank", "factor": 2.0, "from_step": 1, **place}
+    run, _, profile = job(tmp_path, faults=[fault], gpus_per_process=1, time_scale=200.0)
+    depth = sum(len(module.layers) for module in profile.modules.values())
+    unit = UnitPlan(
+        name="model",
+        modules=[*profile.modules],
+        dp=2,
+        pp=2,
+        chunks=2,
+        gpus=4,
+        layers_per_stage=[depth - 9, 2, 3, 4],
+    )
+    plan = plan_of(run, [unit], 1, overlap=True)
+    result = rehearse(run, plan, profile)
+    assert (result.processes, result.gpus) == (4, 4)
+    steps_s, simulated_s = (
+        [row["iteration_s"] for row in rows] for rows in (result.steps, result.simulated)
+    )
+    assert steps_s == pytest.approx(simulated_s, rel=0.02) and steps_s[1] > 1.2 * steps_s[0]
+    stages = launcher.stages_of(profile, plan.plan)
+    orders = launcher.Orders(run.file, plan.plan, rehearsed_index(run, profile.inputs), profile)
+    for stage in stages:
+        for number, part in enumerate(COMPUTE[:WEIGHTS]):
+            of_replica: dict[int, dict[tuple[int, int], float]] = {}
+            for row in (
+                row for replica in (0, 1) for row in _rows(folder_of(result.trace, stage, replica))
+            ):
+                if (row["operation"], row["stage"]) == (part, stage.index):
+                    took = of_replica.setdefault(row["replica"], {})
+                    at = row["step"], row["slot"]
+                    took[at] = took.get(at, 0.0) + took_s(row)
+            for step in (0, 1):
+                pipeline = launcher.inject(
+                    launcher.pipeline_of(
+                        profile,
+                        plan.plan,
+                        stages,
+                        launcher.order_loads(orders.of(step)[0], plan.plan),
+                        8,
+                    ),
+                    stages,
+                    begun(run.file.rehearse.faults, step),
+                )
+                for replica, took in of_replica.items():
+                    expected = pipeline.parts_s[number][:, stage.number, replica]
+                    own = [took[step, slot] for slot in range(plan.plan.microbatches)]
+                    assert own == pytest.approx(expected.tolist(), abs=1e-6)
 
 
 @pytest.mark.slow

@@ -127,6 +127,21 @@ def test_a_forward_waits_for_the_ranks_that_share_its_layers() -> None:
     assert found.causes == [second] and found.waits[first] == [second]
 
 
+def test_a_transfer_of_one_of_several_stages_waits_for_its_neighbour() -> None:
+    """On three ranks of two stages each: rank 0 is in its second stage, stage 3."""
+    unit = UnitPlan(
+        name="llm", modules=["l"], pp=3, chunks=2, gpus=3, layers_per_stage=[1, 1, 1, 1, 1, 1]
+    )
+    layout = layout_of().model_copy(update={"units": [unit], "gpus_used": 3})
+    stages = stage_graph(layout, "l").stages
+    told = states("receive_activation", "forward", "forward")
+    for stage, waits in ((3, [2]), (0, [])):
+        told[0] = told[0].model_copy(update={"stage": stage})
+        assert diagnose(told, stages, set()).waits[0] == waits
+    told[0] = told[0].model_copy(update={"operation": "wait"})
+    assert set(diagnose(told, stages, set()).waits[0]) == {1, 2}
+
+
 def test_a_pulse_tells_what_the_rank_turned_to(tmp_path: Path) -> None:
     pulse = Pulse(tmp_path, 7, 1.0)
     pulse.begin("forward", 4, 2, "llm")

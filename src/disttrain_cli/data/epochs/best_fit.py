@@ -9,13 +9,15 @@ run. The result is the same, sample for sample.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from disttrain_cli.data.arrays import mix, ranges, starts_of
-from disttrain_cli.data.index.sample_index import Index
 from disttrain_cli.data.slots import Ints
+
+if TYPE_CHECKING:
+    from disttrain_cli.data.index.sample_index import Index
 
 
 def pack_block(index: Index, samples: Ints, *key: int) -> tuple[Ints, Ints]:

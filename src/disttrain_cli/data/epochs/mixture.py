@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from disttrain_cli.data.index.sample_index import Index
 from disttrain_cli.data.mixtures import Phases
 from disttrain_cli.spec.profile import DataProfile
+
+if TYPE_CHECKING:
+    from disttrain_cli.data.index.sample_index import Index
 
 
 class Phase(NamedTuple):

@@ -8,14 +8,17 @@ from __future__ import annotations
 import threading
 from bisect import bisect_right
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from disttrain_cli.data.epochs.making import Epoch, Epochs
 from disttrain_cli.data.epochs.sizes import part_of
 from disttrain_cli.data.epochs.streams import Start, start_after
 from disttrain_cli.data.once import Once
+
+if TYPE_CHECKING:
+    from disttrain_cli.data.epochs.making import Epoch, Epochs
 
 KEPT_EPOCHS = 2  # epochs that stay open: a batch may span the end of one
 AHEAD_SAMPLES = 1 << 20  # of an epoch; from this size on, the next one is computed ahead

@@ -16,16 +16,18 @@ concatenated over all sequences.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from disttrain_cli.data.arrays import ranges, starts_of
 from disttrain_cli.data.columns import Columns
-from disttrain_cli.data.index.sample_index import Index
 from disttrain_cli.data.slots import Ints
 from disttrain_cli.spec.index import KINDS
+
+if TYPE_CHECKING:
+    from disttrain_cli.data.index.sample_index import Index
 
 START = "start"  # suffix of the names of columns of offsets
 

@@ -12,18 +12,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from fractions import Fraction
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from disttrain_cli.data.arrays import mix
 from disttrain_cli.data.epochs.best_fit import pack_block
-from disttrain_cli.data.epochs.mixture import Mixture
 from disttrain_cli.data.epochs.permutation import permuted
-from disttrain_cli.data.index.sample_index import Index
 from disttrain_cli.data.slots import Ints
 from disttrain_cli.errors import DataError
+
+if TYPE_CHECKING:
+    from disttrain_cli.data.epochs.mixture import Mixture
+    from disttrain_cli.data.index.sample_index import Index
 
 BLOCK_SAMPLES = 1 << 22
 MOST_DRAWN = 200_000_000  # samples of an epoch, or 16 times the index's samples if that is more

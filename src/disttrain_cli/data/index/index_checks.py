@@ -22,7 +22,6 @@ from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.runfile import Run
 from disttrain_cli.spec.runfile.data import is_url
 
-REINDEX = f"Index the data again with: {call('profile', reindex=True)}"
 MEANT = (
     "Restore the data; if the change is intended, index all of it again:"
     f" {call('profile', reindex=True)}"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from disttrain_cli.calls import call
-from disttrain_cli.data.sources import Skipped
+from disttrain_cli.data.sources.samples import Skipped
 from disttrain_cli.errors import DataError, MismatchError
 from disttrain_cli.spec.index import COLUMNS, INDEX_VERSION, OPTIONAL
 

@@ -12,13 +12,13 @@ simulation; `order_step` adds the items of every replica, `loads.replica_loads` 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from disttrain_cli.data.arrays import ranges
 from disttrain_cli.data.ordering.intervals import interval_order
 from disttrain_cli.data.ordering.levelling import image_owners, item_shares, level
-from disttrain_cli.data.packing import Members, Packing
 from disttrain_cli.data.sizes import Sizes
 from disttrain_cli.data.slots import (
     Assignment,
@@ -32,6 +32,9 @@ from disttrain_cli.data.slots import (
 from disttrain_cli.spec.heads import Item
 from disttrain_cli.spec.inputs import ModelInputs
 from disttrain_cli.spec.plan import Layout
+
+if TYPE_CHECKING:
+    from disttrain_cli.data.packing import Members, Packing
 
 #: Integer cost of each sequence of a batch, by module name.
 Costs = Mapping[str, Ints]
@@ -144,7 +147,7 @@ def _stage_costs(layout: Layout, llm: str, costs: Costs, positions: Ints) -> Int
     """Return the cost [slots, stages] of each slot on each pipeline stage: its slowest replica's.
 
     Encoders on separate units run in parallel, and so do generators: of their stages at the same
-    distance from the LLM, the slowest counts.
+    distance from the LLM, the slowest counts. Several stages of a rank count as one.
     """
     meet = layout.index_of(llm)
     before, after = (

@@ -5,13 +5,12 @@ They are the same on every rank and preprocessing worker.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 from disttrain_cli.data.epochs.mixture import Mixture, mixture_of
-from disttrain_cli.data.index.sample_index import Index
 from disttrain_cli.data.once import Once
 from disttrain_cli.data.ordering.assigning import assign, count_costs, order_step
-from disttrain_cli.data.ordering.best import Best
 from disttrain_cli.data.packing import Packing, SequenceStream
 from disttrain_cli.data.sizes import Sizes, sizes_of
 from disttrain_cli.data.slots import Assignment, StepOrder
@@ -20,6 +19,9 @@ from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.progress import Progress, silent
 from disttrain_cli.spec.runfile import RunFile
+
+if TYPE_CHECKING:
+    from disttrain_cli.data.index.sample_index import Index
 
 # steps: the next one, this one, and earlier ones whose last slots may still be in preparation
 KEPT = 4
@@ -46,17 +48,19 @@ class Policy:
         memory_gib: float | None = None,
     ) -> None:
         self._name, self._layout, self._inputs = name, layout, inputs
-        self._best: Best | None = None
+        self._best: Callable[[Sizes], Assignment] | None = None
         if name == "best":
+            from disttrain_cli.data.ordering.best import Best
+
             assert profile is not None, "the policy best needs a profile for its simulation"
             self._best = Best(
                 profile, layout, gpus_per_node, memory_gib or profile.device.memory_gib
-            )
+            ).order
 
     def __call__(self, sizes: Sizes) -> Assignment:
         """Return the assignment of a global batch of these sizes."""
         if self._best is not None:
-            return self._best.order(sizes)
+            return self._best(sizes)
         return assign(count_costs(sizes, self._inputs), self._layout, self._inputs.llm, self._name)
 
 

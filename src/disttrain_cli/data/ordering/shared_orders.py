@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
-from disttrain_cli.data.index.sample_index import Index
 from disttrain_cli.data.ordering.orders import Orders, StepWork
 from disttrain_cli.data.slots import Assignment
 from disttrain_cli.spec.plan import Layout
+
+if TYPE_CHECKING:
+    from disttrain_cli.data.index.sample_index import Index
 
 # threads, started when needed: as many as pending requests, of which gRPC holds fewer
 AT_ONCE = 1024

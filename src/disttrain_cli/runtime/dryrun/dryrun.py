@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -45,7 +46,8 @@ class StageReport(BaseModel):
 
     unit: str
     unit_stages: list[int]  # indices in the unit of the identical stages
-    layers: list[int]  # first and last layer's index in the model
+    # first and last layer's index in the model, of each stage on the rank
+    layers: list[tuple[int, int]]
     seen: StageSeen
     priced_kept_gib: float  # saved activations of the same work
     priced_gib: float  # peak of the same work, without `unseen_gib`
@@ -89,7 +91,10 @@ def dry_run(run: Run, plan: Plan, profile: Profile, progress: Progress = silent)
     groups = distinct(graph, table, plan.plan.microbatches)
     # longest first, for an even load of the cores
     groups.sort(
-        key=lambda group: len(group[0].layers) * slots_seen(group[0], plan.plan.microbatches),
+        key=lambda group: (
+            sum(len(one.layers) for one in graph.together(group[0]))
+            * slots_seen(group[0], plan.plan.microbatches)
+        ),
         reverse=True,
     )
     memory_gib = run.file.cluster.memory_gib or profile.device.memory_gib
@@ -185,18 +190,22 @@ def reports(
     rows = []
     for one in seen:
         stages = [graph.stages[number] for number in one.stages]
-        unit, index, key = stages[0].unit, stages[0].index, (stages[0].unit.name, stages[0].index)
+        own = graph.together(stages[0])
+        unit, key = stages[0].unit, (stages[0].unit.name, stages[0].index)
         kept = at_worst(kept_share, exact, layout, unit)
-        first = sum(unit.layers_per_stage[:index])
+        begins = list(accumulate(unit.layers_per_stage, initial=0))
         price = priced[key]
         unseen_gib = price.fragmentation_gib + price.reserve_gib
         rows.append(
             StageReport(
                 unit=unit.name,
                 unit_stages=[stage.index for stage in stages],
-                layers=[stages[0].layers.start, stages[0].layers.stop - 1],
+                layers=[(stage.layers.start, stage.layers.stop - 1) for stage in own],
                 seen=one,
-                priced_kept_gib=float(kept[first : first + unit.layers_per_stage[index]].sum())
+                priced_kept_gib=sum(
+                    float(kept[begins[stage.index] : begins[stage.index + 1]].sum())
+                    for stage in own
+                )
                 / GIB,
                 priced_gib=price.peak_gib - unseen_gib,
                 unseen_gib=unseen_gib,

@@ -1,14 +1,20 @@
-"""Distinct stages of a plan, and the records of the dry run's report."""
+"""Distinct stages of a plan, and the records of the dry run's report.
+
+Stages on the same ranks (`UnitPlan.chunks`) are observed together, and named by the first of them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 from pydantic import BaseModel
 
 from disttrain_cli.models.graph import LayerInfo, live_tensors
+from disttrain_cli.schedule import interleaved
 from disttrain_cli.schedule.one_f_one_b import slots_in_flight
 from disttrain_cli.spec.stage_graph import Stage, StageGraph
+from disttrain_cli.spec.trace import FORWARD
 
 #: Name of the progress file: a double per process, the completed share of its work.
 PROGRESS = "progress"
@@ -52,7 +58,7 @@ class StageSeen(BaseModel):
 
     stages: list[int]  # numbers of the identical stages
     rank: int
-    slots_in_flight: int
+    slots_in_flight: int  # of all stages of the rank
     slots: int  # in the observed step
     kept_gib: float = 0.0  # saved from forward to backward, per slot
     peak_gib: float = 0.0
@@ -74,23 +80,35 @@ class StageSeen(BaseModel):
     host_mib: float = 0.0  # peak memory of the dry run's process
 
 
+def in_flight(stage: Stage, microbatches: int) -> int:
+    """Return the most slots between their forwards and backwards, over all stages of the ranks."""
+    if (unit := stage.unit).chunks == 1:
+        return slots_in_flight(microbatches, stage.to_end)
+    order = interleaved.passes(unit.pp, unit.chunks, microbatches, stage.index)
+    return max(accumulate(1 if one.operation == FORWARD else -1 for one in order))
+
+
 def slots_seen(stage: Stage, microbatches: int) -> int:
-    """Return the number of slots after which a stage's memory has reached its peak.
+    """Return the number of slots after which a rank's memory has reached its peak.
 
     With a split backward, weight gradients are deferred behind input gradients by `weight_delay`.
+    Ranks with several stages take PP slots in turn on each of them, and have fewer in flight than
+    two such rounds.
     """
+    if stage.unit.chunks > 1:
+        return min(microbatches, 3 * stage.unit.pp)
     flight = slots_in_flight(microbatches, stage.to_end)
     return min(microbatches, flight + 1 + (stage.weight_delay or 0))
 
 
 def distinct(graph: StageGraph, table: Sequence[LayerInfo], microbatches: int) -> list[list[Stage]]:
-    """Group the stages that do the same work.
+    """Group the first stages of the ranks that do the same work.
 
     Stages of a group have equal layers, tensors over their cuts, slots in flight, delays and
-    neighbouring units.
+    neighbouring units; with several stages on a rank, all of them.
     """
-    groups: dict[tuple[object, ...], list[Stage]] = {}
-    for stage in graph.stages:
+
+    def work(stage: Stage) -> tuple[object, ...]:
         layers = tuple((table[number].module, table[number].kind) for number in stage.layers)
         cuts = (
             tuple(
@@ -103,7 +121,10 @@ def distinct(graph: StageGraph, table: Sequence[LayerInfo], microbatches: int) -
             tuple(graph.stages[number].unit.name for number in side)
             for side in (stage.before, stage.after)
         )
-        slots = (slots_in_flight(microbatches, stage.to_end), stage.weight_delay)
-        alike = (stage.unit.name, layers, *slots, *cuts, *around)
+        return (stage.unit.name, layers, stage.weight_delay, *cuts, *around)
+
+    groups: dict[tuple[object, ...], list[Stage]] = {}
+    for stage in graph.first_stages:
+        alike = (in_flight(stage, microbatches), *map(work, graph.together(stage)))
         groups.setdefault(alike, []).append(stage)
     return list(groups.values())

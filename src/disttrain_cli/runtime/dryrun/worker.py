@@ -44,6 +44,7 @@ from disttrain_cli.runtime.dryrun.stages import (
     OrderSeen,
     StageSeen,
     Wait,
+    in_flight,
     slots_seen,
 )
 from disttrain_cli.runtime.dryrun.storages import bytes_of
@@ -64,7 +65,6 @@ from disttrain_cli.runtime.messages.proof import faults
 from disttrain_cli.runtime.units.routes import place_of
 from disttrain_cli.runtime.watching.device_clock import DeviceClock
 from disttrain_cli.runtime.watching.tracing import Tracer, wall_clock
-from disttrain_cli.schedule.one_f_one_b import slots_in_flight
 from disttrain_cli.spec.plan import Plan
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.runfile import Run, read_run
@@ -74,10 +74,12 @@ from disttrain_cli.spec.whole import write_whole
 GIB = 2**30
 #: Instructions of a slot; the others end the step.
 OF_SLOT = (
+    "_post_activation",
     "_receive_activation",
     "_load",
     "_forward",
     "_send_activation",
+    "_post_gradient",
     "_receive_gradient",
     "_backward",
     "_send_gradient",
@@ -161,7 +163,7 @@ def _seen(
     seen = StageSeen(
         stages=stages,
         rank=coords.rank,
-        slots_in_flight=slots_in_flight(most, coords.stage.to_end),
+        slots_in_flight=in_flight(coords.stage, most),
         slots=slots_seen(coords.stage, most),
     )
     _look_up_layouts(run, coords, worst_slot(profile, plan.plan))
@@ -183,9 +185,9 @@ def _look_up_layouts(run: Run, coords: RankCoords, slot: Slot) -> None:
 
     The host computes them from values, which fake tensors do not have.
     """
-    table, layers = layer_table(run), coords.stage.layers
+    table = layer_table(run)
     for number in {
-        (table[number].module, table[number].kind): number for number in layers
+        (table[number].module, table[number].kind): number for number in coords.layers
     }.values():
         layer = build_layers(run, number, number + 1, "meta")[0]
         if isinstance(layer, QwenLayer):
@@ -203,9 +205,9 @@ def _take_steps(
     report: Callable[[float], None],
 ) -> None:
     """Build the engine, run a short step that allocates optimizer states, then the observed one."""
-    now, table, layers = wall_clock(), layer_table(run), coords.stage.layers
+    now, table = wall_clock(), layer_table(run)
     tracer = Tracer(Path(os.devnull), "dry-run", coords, now, device_clock=DeviceClock(now))
-    fields = fields_of(table[layers.start : layers.stop], coords.unit)
+    fields = fields_of([table[number] for number in coords.layers], coords.unit)
     lengths, dtype = sample_lengths(profile), message_dtype(run.file.train)
     place, begun = place_of(coords), count(BUILDING)
 
@@ -220,10 +222,15 @@ def _take_steps(
                 run, plan, graph, coords, DEVICE, tracer, [info.name for info in table]
             )
         seen.built_gib = observer.peak_bytes / GIB
-        held = [layer for segment in engine.runner.segments for layer in segment.layers]
+        held = [
+            layer
+            for chunk in engine.chunks
+            for segment in chunk.runner.segments
+            for layer in segment.layers
+        ]
         left: list[int] = []  # bytes alive after each step
-        with routed(held, expert_loads(profile, plan.plan, coords.stage)):
-            for slots in (1, seen.slots):
+        with routed(held, expert_loads(profile, plan.plan, coords)):
+            for slots in (coords.unit.pp if coords.later else 1, seen.slots):
                 order = worst_step(profile, plan.plan, slots)
                 arrays = empty_inputs(order.slots[0], lengths, coords.unit.name, fields)
                 set_lrs(engine.optimizer, engine.train_spec, 0)

@@ -8,6 +8,7 @@ Fractional items are rounded up, images to whole merge blocks.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 
@@ -29,15 +30,17 @@ from disttrain_cli.spec.heads import Head, TargetInput
 from disttrain_cli.spec.index import KINDS
 from disttrain_cli.spec.plan import Layout, UnitPlan
 from disttrain_cli.spec.profile import Profile
-from disttrain_cli.spec.stage_graph import Stage
+from disttrain_cli.spec.stage_graph import RankCoords
 from disttrain_cli.spec.work import Work
 
 
 def worst_step(profile: Profile, layout: Layout, slots: int) -> StepOrder:
-    """Return a step of `slots` identical slots of the worst work."""
+    """Return a step of `slots` equal slots of the worst work; brokers tell them apart by id."""
     slot = worst_slot(profile, layout)
     labels, targets = (slots * len(items) for items in (slot.sequences, slot.items["target"]))
-    return StepOrder(0, [slot] * slots, labels * profile.inputs.sequence_length, targets)
+    return StepOrder(
+        0, [replace(slot) for _ in range(slots)], labels * profile.inputs.sequence_length, targets
+    )
 
 
 def worst_slot(profile: Profile, layout: Layout) -> Slot:
@@ -125,15 +128,17 @@ def sample_lengths(profile: Profile) -> list[int]:
     return np.diff(np.arange(samples + 1) * tokens // samples).tolist()
 
 
-def expert_loads(profile: Profile, layout: Layout, stage: Stage) -> list[float]:
-    """Return, by layer of a stage, the rows at the fullest rank of an EP group over their mean.
+def expert_loads(profile: Profile, layout: Layout, coords: RankCoords) -> list[float]:
+    """Return, by layer of a rank, the rows at the fullest rank of an EP group over their mean.
 
     Their mean over the mixtures is the load for which saved activations are priced. The last one,
     in whose backward those of all others are still there, has that of the fullest mixture.
     """
+    stages = stages_of(profile, layout)
     held = [
-        (profile, module, profile.modules[module].costs[kind], stage.unit.shape)
-        for module, kind, _ in stages_of(profile, layout)[stage.number].held
+        (profile, module, profile.modules[module].costs[kind], coords.unit.shape)
+        for stage in coords.stages
+        for module, kind, _ in stages[stage.number].held
     ]
     loads = [1.0] * len(held)
     mixtures = [number for number, (_, _, cost, _) in enumerate(held) if cost.experts is not None]

@@ -79,7 +79,7 @@ def _build_engine(
     built: Callable[[], None],
 ) -> UnitEngine:
     table, stage = layer_table(run), coords.stage
-    places = [replace(coords, stage=one, later=()) for one in (stage, *coords.later)]
+    places = [replace(coords, stage=one, later=()) for one in coords.stages]
     layers_of = [
         build_layers(
             run,

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import Parameter
 
 from disttrain_cli.data.ordering.levelling import dealt
 from disttrain_cli.data.slots import ReplicaItems, Slot, StepOrder
@@ -27,7 +28,6 @@ from disttrain_cli.models.division import of_experts
 from disttrain_cli.models.host import read, to_device
 from disttrain_cli.models.layer import Batch
 from disttrain_cli.models.parallel import sum_over
-from disttrain_cli.runtime.engine.deepspeed import StageEngine
 from disttrain_cli.runtime.engine.expert_rows import ExpertRows
 from disttrain_cli.runtime.engine.faults import MOST_SKIPPED, located, not_finite, out_of_memory
 from disttrain_cli.runtime.engine.optimizer import (
@@ -50,6 +50,7 @@ from disttrain_cli.spec.runfile.train import TrainSpec
 from disttrain_cli.spec.stage_graph import RankCoords
 
 if TYPE_CHECKING:
+    from disttrain_cli.runtime.engine.deepspeed import StageEngine
     from disttrain_cli.runtime.watching.tracing import Time
 
 
@@ -188,7 +189,7 @@ class UnitEngine:
     def _turn_to(self, chunk: int) -> None:
         """Let the next instructions be those of one of the rank's stages."""
         self._chunk, self._state = chunk, self._states[chunk]
-        self._place = replace(self.coords, stage=(self.coords.stage, *self.coords.later)[chunk])
+        self._place = replace(self.coords, stage=self.coords.stages[chunk])
         self.runner, self.upstream, self.downstream = self.chunks[chunk]
         if self.coords.later:
             self.tracer.stage = self._place.stage.index
@@ -196,6 +197,15 @@ class UnitEngine:
     def _brokers(self) -> Iterator[Broker | Brokers]:
         for _, *brokers in self.chunks:
             yield from (broker for broker in brokers if broker is not None)
+
+    def _post_activation(self, slot: int) -> None:
+        assert isinstance(self.upstream, Broker), "one stage before, of the same unit"
+        self.upstream.post(self.order.slots[slot])
+
+    def _post_gradient(self, slot: int) -> None:
+        assert isinstance(self.downstream, Broker), "one stage after, of the same unit"
+        if self.runner.segments[-1].returning:
+            self.downstream.post(self.order.slots[slot])
 
     def _receive_activation(self, slot: int) -> None:
         assert self.upstream is not None
@@ -234,14 +244,22 @@ class UnitEngine:
         self.tracer.record("receive_gradient", start, slot=slot, bytes=size, peer=peer)
 
     def _backward(self, slot: int) -> None:
-        last = slot == len(self.order.slots) - 1 and not self._chunk
+        last = slot == len(self.order.slots) - 1 and self._chunk == len(self.chunks) - 1
         if self.coords.stage.weight_delay is None and last:
-            self.stage.reduction.expect(self.runner.trained if len(self.chunks) > 1 else None)
+            self.stage.reduction.expect(self._last_gradients() if self._chunk else None)
         gradients = self.runner.backward(
             slot, self._state.pop(slot, {}), self._timed("backward", slot)
         )
         if self.upstream is not None and self.runner.segments[0].carrying:
             self._state[slot] = gradients
+
+    def _last_gradients(self) -> list[Parameter]:
+        """Return the weights with gradients still to come when the last stage has one slot left.
+
+        Each once per gradient: PP slots are left for each of the rank's other stages.
+        """
+        *others, last = (chunk.runner.trained for chunk in self.chunks)
+        return last + self.coords.unit.pp * [weight for other in others for weight in other]
 
     def _weights(self, slot: int) -> None:
         """Compute the weight gradients of this slot, or of all remaining slots in the cool-down."""

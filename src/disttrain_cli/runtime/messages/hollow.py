@@ -10,6 +10,7 @@ numbers of rows; messages to the replicas of a stage are one per layer.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -109,8 +110,12 @@ class HollowRunner(StageRunner):
         self._reduction = reduction
 
     @property
-    def trained(self) -> list[nn.Parameter]:
-        return []
+    def trained(self) -> list[Any]:
+        """Numbers of the stage's layers, each of which stands for its weights."""
+        return list(self._coords.stage.layers)
+
+    def waiting(self, slots: Iterable[int]) -> list[Any]:
+        return [layer for slot in slots if self._works(slot) for layer in self.trained]
 
     def forward(
         self, slot: int, state: dict[str, Tensor], batch: Batch, timed: Any
@@ -125,10 +130,15 @@ class HollowRunner(StageRunner):
         return left
 
     def weights(self, slots: Sequence[int], timed: Any) -> None:
+        for layer in reversed(self.trained):
+            for _ in filter(self._works, slots):
+                self._reduction.made(layer)
+
+    def _works(self, slot: int) -> bool:
+        """Return True if the replica has work in a slot."""
         unit, replica = self._coords.unit.name, self._coords.replica
-        items = [self._order().slots[slot].replicas[unit][replica] for slot in slots]
-        if any(len(positions) for of_slot in items for positions in of_slot.values()):
-            self._reduction.begin()
+        items = self._order().slots[slot].replicas[unit][replica]
+        return any(len(positions) for positions in items.values())
 
     def _leave(self, slot: int, links: Sequence[Broker]) -> dict[str, Tensor]:
         group = self._grid.tp
@@ -180,29 +190,33 @@ class HollowReduction:
     """Messages of `Reduction`, one per layer."""
 
     def __init__(self, grid: UnitGrid, coords: RankCoords, overlaps: bool) -> None:
-        self._replicas = replicas(grid)
-        self._layers = len(coords.layers)
-        self._overlaps, self._expected, self._left = overlaps, False, self._layers
+        self._replicas, self._layers, self._overlaps = replicas(grid), coords.layers, overlaps
+        self._to_come: Counter[int] | None = None  # outstanding gradients by layer
+        self._left = list(self._layers)
 
-    def expect(self, weights: Any = None) -> None:
-        """Start the last pass that computes gradients."""
-        self._expected = self._overlaps
+    def expect(self, layers: Iterable[int] | None = None) -> None:
+        """Start the last passes: they compute these layers' gradients, or every layer's once."""
+        if self._overlaps:
+            self._to_come = Counter(self._layers if layers is None else layers)
+            self._begin_complete()
 
-    def begin(self) -> None:
-        """Record the reductions of a pass that has computed its gradients."""
-        while self._expected and self._left:
-            self._join()
+    def made(self, layer: int) -> None:
+        """Record the reductions that begin with a gradient of a layer."""
+        if self._to_come is not None:
+            self._to_come[layer] -= 1
+            self._begin_complete()
 
     def finish(self) -> None:
         """Record the remaining reductions after the last pass."""
-        while self._left:
-            self._join()
-        self._expected, self._left = False, self._layers
+        self._to_come = Counter()
+        self._begin_complete()
+        self._to_come, self._left = None, list(self._layers)
 
-    def _join(self) -> None:
-        for group in self._replicas:
-            join(group)
-        self._left -= 1
+    def _begin_complete(self) -> None:
+        while self._left and not (self._to_come and self._to_come[self._left[-1]]):
+            self._left.pop()
+            for group in self._replicas:
+                join(group)
 
 
 def replicas(grid: UnitGrid) -> list[dist.ProcessGroup]:
@@ -240,10 +254,11 @@ class HollowEngine(UnitEngine):
         grid.ep = grid.ep and replace(grid.ep, nodes=nodes)
         reduction = HollowReduction(grid, coords, overlap)
         chunks = []
-        for stage in (coords.stage, *coords.later):
+        for stage in coords.stages:
+            place = replace(coords, stage=stage)
             links = brokers(
                 graph,
-                replace(coords, stage=stage),
+                place,
                 table,
                 message_dtype(train),
                 NOWHERE,
@@ -256,7 +271,7 @@ class HollowEngine(UnitEngine):
                 partial(live_at, table, stage),
                 carrying.__getitem__,
             )
-            runner = HollowRunner(segments, coords, lambda: self.order, grid, links, reduction)
+            runner = HollowRunner(segments, place, lambda: self.order, grid, links, reduction)
             chunks.append(Chunk(runner, *map(together, links)))
         super().__init__(
             stage=cast(StageEngine, HollowStage(grid, reduction)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,10 +16,12 @@ from disttrain_cli.data.slots import StepOrder
 from disttrain_cli.models.layer import Batch
 from disttrain_cli.runtime.engine.engine import UnitEngine, amounts
 from disttrain_cli.runtime.rehearsal.device import Device
-from disttrain_cli.runtime.rehearsal.feeding import Feeder, StepWork
 from disttrain_cli.runtime.watching.tracing import Tracer
 from disttrain_cli.schedule.one_f_one_b import last_slots
 from disttrain_cli.spec.trace import FORWARD, WEIGHTS
+
+if TYPE_CHECKING:
+    from disttrain_cli.runtime.rehearsal.feeding import Feeder
 
 #: Margin between the last ready host and the step, for all hosts to issue the first operation.
 MARGIN_S = 0.1
@@ -63,6 +65,16 @@ class NodeTracer(Tracer):
         for tracer in self.tracers:
             tracer.step = number
 
+    @property
+    def stage(self) -> int:
+        """Stage of its unit that the next rows belong to."""
+        return self.tracers[0].stage
+
+    @stage.setter
+    def stage(self, index: int) -> None:
+        for tracer in self.tracers:
+            tracer.stage = index
+
     def record(self, operation: str, start: Any, end: Any = None, **amounts: Any) -> None:
         """Add a row to every replica's trace."""
         end = self.mark() if end is None else end
@@ -89,9 +101,11 @@ class EmulatedEngine(UnitEngine):
     feeder: Feeder
     reduce_s: float
     optimizer_s: float
-    # instead of `reduce_s`, `optimizer_s` where messages overlap with passes (`costs.overlap`)
-    reducing: Hidden | None
-    gathering: Hidden | None
+    # by stage of the rank, instead of `reduce_s`, `optimizer_s` where messages overlap with passes
+    # (`costs.overlap`)
+    reducing: list[Hidden] | None
+    gathering: list[Hidden] | None
+    _ended_s: dict[int, float]  # by stage, when its passes so far have ended
 
     def get_ready(self) -> None:
         """Agree on the start of the step: all devices begin together, once every host is ready."""
@@ -107,29 +121,49 @@ class EmulatedEngine(UnitEngine):
     ) -> None:
         """Execute one optimizer step.
 
-        Where the previous step's weights are gathered during the first forward, that forward starts
-        late enough that it need not wait inside.
+        Where the previous step's weights are gathered during the first forward of each stage, that
+        forward starts late enough that it need not wait inside.
         """
         if self.gathering is not None:
             start = self.tracer.mark()
-            work = self.feeder.work(order.step)
-            first_s = np.array([[_pass_s(work, FORWARD, range(1))]])
-            self.clock.enqueue(float(self.gathering.left_s(first_s).max()))
+            self.clock.enqueue(self._lead_s(order.step, 0))
             self.tracer.record("wait", start)
+        self._ended_s = {}
         super().run_step(order, fetch, to_maximise)
         if self.gathering is None:  # the step ends with the last optimizer step
             self._together(None, 0.0)
         self.clock.end()
 
+    def _lead_s(self, step: int, chunk: int) -> float:
+        """Return the time from a step's start to the first forward of one of the rank's stages.
+
+        Weights of one stage are gathered after those of the stages before it.
+        """
+        assert self.gathering is not None
+        first_s = self.feeder.work(step).stages[chunk].pass_s(FORWARD, range(1))
+        before_s = sum(float(one.until_s.max()) for one in self.gathering[:chunk])
+        return before_s + float(self.gathering[chunk].left_s(np.array([[first_s]])).max())
+
+    def _forward(self, slot: int) -> None:
+        if self.gathering is not None and self._chunk and not slot:
+            lead_s = self._lead_s(self.order.step, self._chunk) * self.clock.time_scale
+            self.clock.arrive(self.clock.began_s + lead_s)
+        super()._forward(slot)
+
+    def _backward(self, slot: int) -> None:
+        super()._backward(slot)
+        self._ended_s[self._chunk] = self.clock.free_s
+
     def _compute_weights(self, slots: range) -> None:
         """Compute weight gradients slot by slot, which takes as long as layer by layer."""
         for slot in slots:
             timed = self._timed("weights", slot)
-            waits = self.feeder.work(self.order.step).waits[slot]
+            waits = self.feeder.work(self.order.step).stages[self._chunk].waits[slot]
             for module in reversed([module for module, times in waits.items() if times[WEIGHTS]]):
                 done = timed(module)
                 self.clock.run(waits[module][WEIGHTS])
                 done()
+        self._ended_s[self._chunk] = self.clock.free_s
 
     def _reduce_gradients(self) -> None:
         super()._reduce_gradients()
@@ -139,17 +173,23 @@ class EmulatedEngine(UnitEngine):
         else:
             self._reduce_behind(self.reducing, replicas)
 
-    def _reduce_behind(self, messages: Hidden, replicas: dist.ProcessGroup | None) -> None:
+    def _reduce_behind(self, stages: list[Hidden], replicas: dist.ProcessGroup | None) -> None:
         """Reduce buckets from the last one on, each once all replicas have its gradients."""
         last = last_slots(len(self.order.slots), self.coords.stage.weight_delay)
-        last_s = _pass_s(self.feeder.work(self.order.step), int(messages.operation[0]), last)
-        scale, before = self.clock.time_scale, messages.before[:, 0]
-        final = torch.tensor(self.clock.free_s - before * last_s * scale)
+        scale, work = self.clock.time_scale, self.feeder.work(self.order.step)
+        final_s = [
+            self._ended_s[chunk]
+            - messages.before[:, 0]
+            * work.stages[chunk].pass_s(int(messages.operation[0]), last)
+            * scale
+            for chunk, messages in enumerate(stages)
+        ]
+        final = torch.tensor(np.concatenate(final_s))
         dist.all_reduce(final, op=dist.ReduceOp.MAX, group=replicas)
+        each_s = np.concatenate([np.diff(one.until_s[:, 0], prepend=0.0) for one in stages])
         done_s = 0.0
-        each_s = np.diff(messages.until_s[:, 0], prepend=0.0)
-        for final_s, message_s in reversed(list(zip(final.tolist(), each_s.tolist(), strict=True))):
-            done_s = max(done_s, final_s) + message_s * scale
+        for ready_s, message_s in reversed(list(zip(final.tolist(), each_s.tolist(), strict=True))):
+            done_s = max(done_s, ready_s) + message_s * scale
         self.clock.arrive(done_s)
         self.clock.enqueue(0.0)
 
@@ -171,15 +211,15 @@ class EmulatedEngine(UnitEngine):
         """Return a function that records a trace row per module and replica, with its own time."""
         node = self.tracer
         assert isinstance(node, NodeTracer)
-        tracers, work = node.tracers, self.feeder.work(self.order.step)
+        tracers, work, chunk = node.tracers, self.feeder.work(self.order.step), self._chunk
         items, current = self.feeder.items(self.order.step, slot), work.order.slots[slot]
-        unit = self.feeder.stage.unit
+        unit, seconds = self.feeder.unit, work.stages[chunk].seconds[operation]
         each = len(tracers) // len(items)  # ranks of a replica
         starts: list[int] = []  # start of the next module, by tracer
 
         def before(module: str) -> Callable[[], None]:
             if not starts:
-                pause_s = self.feeder.pause_s(self.order.step, slot, operation)
+                pause_s = self.feeder.pause_s(self.order.step, slot, operation, chunk)
                 if pause_s > 0.0:
                     self.clock.arrive(self.clock.next_s + pause_s * self.clock.time_scale)
                 starts.extend([self.tracer.now()] * len(tracers))
@@ -187,7 +227,7 @@ class EmulatedEngine(UnitEngine):
             def after() -> None:
                 for index, tracer in enumerate(tracers):
                     replica = index // each
-                    length = int(1e9 * work.seconds[operation][module][slot, replica])
+                    length = int(1e9 * seconds[module][slot, replica])
                     dealt_out = dealt(current, module, items[replica], unit.dealt_over(module))
                     busiest = max(dealt_out, key=lambda own: current.work(module, own)[1:])
                     tracer.record(
@@ -204,8 +244,3 @@ class EmulatedEngine(UnitEngine):
             return after
 
         return before
-
-
-def _pass_s(work: StepWork, operation: int, slots: range) -> float:
-    """Return the seconds of a pass (its index in `COMPUTE`) over some slots."""
-    return sum(times[operation] for slot in slots for times in work.waits[slot].values())

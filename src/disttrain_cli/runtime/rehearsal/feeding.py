@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from disttrain_cli.costs.layout import Cost, CostedStage, replica_ms
+from disttrain_cli.costs.layout import Cost, CostedStage, by_device, replica_ms
 from disttrain_cli.costs.preparing import prepare_s
 from disttrain_cli.data.index.sample_index import Index, read_index
 from disttrain_cli.data.indexing.building import open_index
@@ -62,21 +62,36 @@ def rehearsed_index(run: Run, inputs: ModelInputs) -> Index:
 
 
 @dataclass(frozen=True)
-class StepWork:
-    """Work of one process, which stands for k replicas, in a step of n slots."""
+class StageWork:
+    """Times of a stage of one process, which stands for k replicas, in a step of n slots."""
 
-    order: StepOrder  # for the plan's layout
-    joined: StepOrder  # for the processes
-    batch: Packing
     # by operation of `COMPUTE` and module: [n, k], faults and noise included
     seconds: dict[str, dict[str, Floats]]
     # by slot and module: forward and backward of the slowest replica
     waits: list[dict[str, tuple[float, ...]]]
+
+    def pass_s(self, operation: int, slots: range) -> float:
+        """Return the seconds of a pass (its index in `COMPUTE`) over some slots."""
+        return sum(times[operation] for slot in slots for times in self.waits[slot].values())
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """Work of one process in a step of n slots."""
+
+    order: StepOrder  # for the plan's layout
+    joined: StepOrder  # for the processes
+    batch: Packing
+    stages: list[StageWork]  # of the process's stages
     prepare_s: Floats  # [n] preparation time of a slot's data
 
 
 class Feeder:
-    """Per-step work of one process."""
+    """Per-step work of one process.
+
+    Args:
+        stages: of the process, in the plan's layout.
+    """
 
     def __init__(
         self,
@@ -84,15 +99,20 @@ class Feeder:
         profile: Profile,
         shares: Shares,
         orders: Orders,
-        stage: CostedStage,
+        stages: list[CostedStage],
         coords: RankCoords,
         device: Device,
     ) -> None:
         self._run, self._profile, self._shares = run, profile, shares
-        self.stage, self._coords, self._device = stage, coords, device
+        self._stages, self.unit, self._coords, self._device = (
+            stages,
+            stages[0].unit,
+            coords,
+            device,
+        )
         self.replicas = replicas_of(shares[coords.unit.name], coords.replica)
         # EP groups of which the process has ranks, numbered by the replicas that share one
-        together = stage.unit.replicas_together
+        together = self.unit.replicas_together
         self._blocks = range(self.replicas.start // together, -(-self.replicas.stop // together))
         self._orders = orders
         self._steps: dict[int, StepWork] = {}
@@ -141,10 +161,12 @@ class Feeder:
             )
 
         return EmulatedBatch(
-            rows=rows, seconds=work.waits[number], routes=self._routes(step, number)
+            rows=rows,
+            seconds=[of_stage.waits[number] for of_stage in work.stages],
+            routes=[self._routes(stage, step, number) for stage in self._stages],
         )
 
-    def _routes(self, step: int, slot: int) -> dict[str, list[Routes]]:
+    def _routes(self, stage: CostedStage, step: int, slot: int) -> dict[str, list[Routes]]:
         """Return rows to and from each process of an EP group by hop of a mixture, by module.
 
         Empty if the process has whole groups. Messages of a module's mixtures are those of one.
@@ -152,13 +174,11 @@ class Feeder:
         processes, own = self._coords.unit.ep, self._coords.ep_rank
         if processes == 1:
             return {}
-        at, ranks = (self._run.train.seed, step, slot), self.stage.ep
-        nodes = self.stage.ep_nodes(self._run.cluster.gpus_per_node)
+        at, ranks = (self._run.train.seed, step, slot), stage.ep
+        nodes = stage.ep_nodes(self._run.cluster.gpus_per_node)
         routes: dict[str, list[Routes]] = {}
-        for module in (cost.module for cost in self.stage.costs):
-            table = dispatched_rows(
-                self._profile, self.stage, module, at, self._blocks.start, nodes
-            )
+        for module in (cost.module for cost in stage.costs):
+            table = dispatched_rows(self._profile, stage, module, at, self._blocks.start, nodes)
             if table is None:
                 continue
             of_ranks = [
@@ -174,27 +194,57 @@ class Feeder:
 
     def _prepare(self, step: int) -> StepWork:
         order, batch = self._orders.of(step)
-        unit, modules = self.stage.unit, [cost.module for cost in self.stage.costs]
-        together = unit.replicas_together
+        modules = list(dict.fromkeys(cost.module for stage in self._stages for cost in stage.costs))
+        together = self.unit.replicas_together
         waiting = range(self._blocks.start * together, self._blocks.stop * together)
-        loads = unit_loads(order, unit, waiting, modules)
-        routing_s = added_s(
-            self._profile, self.stage, loads, self._run.train.seed, step, self._blocks
-        )
-        own = slice(self.replicas.start - waiting.start, self.replicas.stop - waiting.start)
+        loads = unit_loads(order, self.unit, waiting, modules)
         noise = _noise(
-            self._run, step, self._coords.rank, (len(COMPUTE), len(order.slots), len(self.replicas))
+            self._run,
+            step,
+            self._coords.rank,
+            (len(self._stages), len(COMPUTE), len(order.slots), len(self.replicas)),
         )
-        slow = self._slowdown("stage", step)
+        factors = noise * self._slowdown("stage", step)
+        own = slice(self.replicas.start - waiting.start, self.replicas.stop - waiting.start)
+        local = unit_loads(order, self.unit, self.replicas, modules)
+        prepared = prepare_s(
+            self._profile, by_device(self._stages)[0], local, self._run.preprocess.workers
+        )
+        return StepWork(
+            order,
+            joined_order(order, self._shares),
+            batch,
+            [
+                self._stage_work(stage, loads, step, own, factors_of)
+                for stage, factors_of in zip(self._stages, factors, strict=True)
+            ],
+            (prepared * self._slowdown("worker", step)).max(axis=1),
+        )
+
+    def _stage_work(
+        self,
+        stage: CostedStage,
+        loads: dict[str, Floats],
+        step: int,
+        own: slice,
+        factors: Floats,
+    ) -> StageWork:
+        """Return the work of a stage.
+
+        Args:
+            loads: work of all replicas that wait for each other, of which `own` are the process's.
+            factors: [operations, n, k] of faults and noise.
+        """
+        routing_s = added_s(self._profile, stage, loads, self._run.train.seed, step, self._blocks)
         seconds = {
             part: {
-                cost.module: self._seconds(cost, part, loads, routing_s)[:, own] * slow * factor
-                for cost in self.stage.costs
+                cost.module: self._seconds(cost, part, loads, routing_s)[:, own] * factor
+                for cost in stage.costs
             }
-            for part, factor in zip(COMPUTE, noise, strict=True)
+            for part, factor in zip(COMPUTE, factors, strict=True)
         }
         slowest = {
-            part: sum(by_module.values(), np.zeros(noise.shape[1:])).argmax(axis=1)
+            part: sum(by_module.values(), np.zeros(factors.shape[1:])).argmax(axis=1)
             for part, by_module in seconds.items()
         }
         waits = [
@@ -202,20 +252,11 @@ class Feeder:
                 cost.module: tuple(
                     float(seconds[part][cost.module][slot, slowest[part][slot]]) for part in COMPUTE
                 )
-                for cost in self.stage.costs
+                for cost in stage.costs
             }
-            for slot in range(len(order.slots))
+            for slot in range(factors.shape[1])
         ]
-        local = unit_loads(order, unit, self.replicas, modules)
-        prepared = prepare_s(self._profile, self.stage, local, self._run.preprocess.workers)
-        return StepWork(
-            order,
-            joined_order(order, self._shares),
-            batch,
-            seconds,
-            waits,
-            (prepared * self._slowdown("worker", step)).max(axis=1),
-        )
+        return StageWork(seconds, waits)
 
     def _seconds(
         self,
@@ -225,18 +266,17 @@ class Feeder:
         routing_s: Mapping[str, tuple[Floats, Floats]],
     ) -> Floats:
         """Return the time of a pass [n, replicas] on all replicas that wait for each other."""
-        operation, together = COMPUTE.index(part), self.stage.unit.replicas_together
+        operation, together = COMPUTE.index(part), self.unit.replicas_together
         replicas = len(self._blocks) * together
         seconds = replica_ms(cost.parts_ms[operation], loads[cost.module], replicas, together) / 1e3
         if operation == WEIGHTS or cost.module not in routing_s:
             return seconds
         return np.maximum(0.0, seconds + routing_s[cost.module][operation])
 
-    def pause_s(self, step: int, slot: int, part: str) -> float:
-        """Return the seconds for which a busy host delays an operation of a slot."""
-        longest_s = sum(
-            times[COMPUTE.index(part)] for times in self.work(step).waits[slot].values()
-        )
+    def pause_s(self, step: int, slot: int, part: str, chunk: int) -> float:
+        """Return the seconds for which a busy host delays an operation of a slot in a stage."""
+        stage = self.work(step).stages[chunk]
+        longest_s = stage.pass_s(COMPUTE.index(part), range(slot, slot + 1))
         return longest_s * float(self._slowdown("host", step).max() - 1.0)
 
     def _slowdown(self, what: str, step: int) -> Floats:

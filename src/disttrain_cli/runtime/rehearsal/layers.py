@@ -32,10 +32,10 @@ class EmulatedBatch(Batch):
 
     # rows of a state tensor on this process
     rows: Callable[[TensorSpec], int] = field(default=lambda spec: 0)
-    # by module: forward, backward
-    seconds: dict[str, tuple[float, ...]] = field(default_factory=dict)
-    # of modules with experts whose EP groups have several processes
-    routes: dict[str, list[Routes]] = field(default_factory=dict)  # by module, of each hop
+    # by stage of the process and module: forward, backward
+    seconds: list[dict[str, tuple[float, ...]]] = field(default_factory=list)
+    # by stage and module, of each hop: of experts whose EP groups have several processes
+    routes: list[dict[str, list[Routes]]] = field(default_factory=list)
 
 
 class EmulatedLayer(PipelineLayer):
@@ -59,6 +59,7 @@ class EmulatedModule(PipelineLayer):
         dtype: torch.dtype,
         scaled: bool,
         group: Group | None = None,
+        chunk: int = 0,
     ) -> None:
         super().__init__()
         written = {spec.name: spec for layer in layers for spec in layer.writes}
@@ -67,7 +68,7 @@ class EmulatedModule(PipelineLayer):
         self.reads = tuple(name for name in entry if name in read)
         self.writes = message_specs([written[name] for name in exit_ if name in written], scaled)
         self._losses = [LOSS_PREFIX + layer.loss for layer in layers if layer.loss is not None]
-        self._device, self._dtype, self._group = device, dtype, group
+        self._device, self._dtype, self._group, self._chunk = device, dtype, group, chunk
         # makes outputs differentiable where no input is received
         self._trained = torch.zeros(1, requires_grad=True)
 
@@ -77,10 +78,10 @@ class EmulatedModule(PipelineLayer):
         shapes = [(batch.rows(spec), *spec.shape) for spec in self.writes] + [()] * len(
             self._losses
         )
-        routes = batch.routes.get(self.module)
+        routes = batch.routes[self._chunk].get(self.module)
         outputs = _Wait.apply(
             self._device,
-            batch.seconds[self.module],
+            batch.seconds[self._chunk][self.module],
             None if routes is None else partial(self._exchange, routes),
             shapes,
             self._dtype,

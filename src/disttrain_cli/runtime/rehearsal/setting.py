@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from disttrain_cli.costs.layout import stages_of
+from disttrain_cli.costs.layout import by_device, stages_of
 from disttrain_cli.costs.preparing import item_s
 from disttrain_cli.simulation.grouping import finest, unit_shares
 from disttrain_cli.spec.plan import Layout, Plan
@@ -43,7 +43,10 @@ def setting_of(run: RunFile, plan: Plan, profile: Profile) -> Setting:
     }
     processes = sum(unit.pp * len(shares[unit.name]) for unit in layout.units)
     step_s = max(plan.predicted.iteration_s, _prepared_s(run, layout, profile))
-    scale = _time_scale(layout, processes, step_s) if spec.time_scale == "auto" else spec.time_scale
+    passes = layout.microbatches * sum(
+        unit.stages * len(shares[unit.name]) for unit in layout.units
+    )
+    scale = _time_scale(passes, step_s) if spec.time_scale == "auto" else spec.time_scale
     return Setting(per_process, shares, processes, scale)
 
 
@@ -59,13 +62,16 @@ def _prepared_s(run: RunFile, layout: Layout, profile: Profile) -> float:
     return (
         max(
             layout.global_batch_size / stage.unit.dp * sum(map(one_s, stage.begins))
-            for stage in stages_of(profile, layout)
+            for stage in by_device(stages_of(profile, layout))
         )
         / run.preprocess.workers
     )
 
 
-def _time_scale(layout: Layout, processes: int, iteration_s: float) -> float:
-    """Return seconds on this host per second of the cluster that let the host keep up."""
-    busy_s = processes * layout.microbatches * SLOT_CPU_S / (os.cpu_count() or 1)
+def _time_scale(passes: int, iteration_s: float) -> float:
+    """Return seconds on this host per second of the cluster that let the host keep up.
+
+    `passes` are forwards of all processes in a step; each has a backward.
+    """
+    busy_s = passes * SLOT_CPU_S / (os.cpu_count() or 1)
     return float(f"{max(busy_s / BUSY, LEAST_STEP_S) / iteration_s:.2g}")

@@ -37,7 +37,7 @@ class EmulatedBroker(Broker):
         _, peer = super().send(slot, tensors)
         stamp = torch.tensor([self.clock.free_s], dtype=torch.float64)
         for rank in self._peers(slot, self.sends):
-            self.pending.append(([dist.isend(stamp, rank)], [stamp]))
+            self.pending.append(([dist.isend(stamp, rank, tag=self.send_tag)], [stamp]))
         return self._full_bytes(slot, self.sends), peer
 
     def receive(self, slot: Slot) -> tuple[dict[str, Tensor], int, int]:
@@ -47,7 +47,7 @@ class EmulatedBroker(Broker):
         stamps = [
             (rank, torch.empty(1, dtype=torch.float64)) for rank in self._peers(slot, self.receives)
         ]
-        for work in [dist.irecv(stamp, rank) for rank, stamp in stamps]:
+        for work in [dist.irecv(stamp, rank, tag=self.receive_tag) for rank, stamp in stamps]:
             work.wait()
         if stamps:
             arrival_s = (

@@ -13,15 +13,22 @@ import os
 import resource
 import signal
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
-from disttrain_cli.costs.layout import CostedStage, optimizer_s, reduce_s, stages_of, transfers_s
+from disttrain_cli.costs.layout import (
+    by_device,
+    optimizer_s,
+    reduce_s,
+    stages_of,
+    transfers_s,
+)
 from disttrain_cli.costs.overlap import hidden
 from disttrain_cli.data.ordering.orders import Orders
 from disttrain_cli.data.slots import Assignment, StepOrder
@@ -46,12 +53,12 @@ from disttrain_cli.runtime.units.grid import UnitGrid
 from disttrain_cli.runtime.watching.tracing import Tracer
 from disttrain_cli.runtime.watching.watch import StopRequests
 from disttrain_cli.simulation.faults import begun, slowdown, waited
-from disttrain_cli.spec.plan import Layout, Plan
+from disttrain_cli.spec.plan import Plan
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.rundir import stop_file
 from disttrain_cli.spec.runfile import Run, read_run
 from disttrain_cli.spec.runfile.rehearse import FaultSpec
-from disttrain_cli.spec.stage_graph import RankCoords, Stage, cuts_of, stage_graph
+from disttrain_cli.spec.stage_graph import Cut, RankCoords, Stage, cuts_of, stage_graph
 from disttrain_cli.spec.whole import write_whole
 
 
@@ -68,11 +75,9 @@ def main(payload: dict[str, Any]) -> None:
     table, shares = layer_table(run), payload["shares"]
     graph = stage_graph(joined_layout(layout, shares), profile.inputs.llm)
     coords = graph.coords(int(os.environ["RANK"]))
-    stages = stages_of(profile, layout)
-    stage, layers = (
-        stages[coords.stage.number],
-        table[coords.stage.layers.start : coords.stage.layers.stop],
-    )
+    stages, gpus_per_node = stages_of(profile, layout), payload["gpus_per_node"]
+    places = [replace(coords, stage=stage) for stage in coords.stages]
+    own = [stages[place.stage.number] for place in places]
     clock = Device(payload["time_scale"])
     with ExitStack() as stack:
         device = stack.enter_context(joined("cpu", run.file.train.timeout_s))
@@ -86,7 +91,7 @@ def main(payload: dict[str, Any]) -> None:
             profile,
             shares,
             Orders(run.file, layout, index, profile, known),
-            stage,
+            own,
             coords,
             clock,
         )
@@ -112,30 +117,41 @@ def main(payload: dict[str, Any]) -> None:
             waits,
         )
         stack.callback(tracer.close)
-        links = brokers(graph, coords, table, message_dtype(run.file.train), device)
-        upstream, downstream = emulated_brokers(
-            run, profile, layout, stages, coords, tracer, clock, links, payload["gpus_per_node"]
+        times_s = dict(
+            zip(
+                cuts_of(stages),
+                transfers_s(profile, layout, stages, gpus_per_node).tolist(),
+                strict=True,
+            )
         )
-        grid = UnitGrid(graph, coords)
+        grid, losses = UnitGrid(graph, coords), dict[str, torch.Tensor]()
+        chunks = []
+        for place in places:
+            links = brokers(graph, place, table, message_dtype(run.file.train), device)
+            chunks.append(
+                Chunk(
+                    emulated_runner(run, table, place, clock, grid.ep, losses),
+                    *emulated_brokers(run, times_s, place, tracer, clock, links),
+                )
+            )
         engine = EmulatedEngine(
             **engine_parts(
                 run,
                 layout,
                 grid,
                 coords,
-                [EmulatedLayer(info) for info in layers],
+                [EmulatedLayer(table[number]) for number in coords.layers],
             ),
-            chunks=[
-                Chunk(emulated_runner(run, table, coords, clock, grid.ep), upstream, downstream)
-            ],
+            chunks=chunks,
             tracer=tracer,
         )
         engine.clock, engine.feeder = clock, feeder
-        engine.reduce_s = reduce_s(profile, layout, stage, payload["gpus_per_node"])
-        engine.optimizer_s = optimizer_s(profile, layout, stage, payload["gpus_per_node"])
+        (together,) = by_device(own)
+        engine.reduce_s = reduce_s(profile, layout, together, gpus_per_node)
+        engine.optimizer_s = optimizer_s(profile, layout, together, gpus_per_node)
         engine.reducing, engine.gathering = (
-            messages.of([coords.stage.number]) if layout.overlap else None
-            for messages in hidden(profile, layout, stages, payload["gpus_per_node"])
+            [messages.of([stage.number]) for stage in own] if layout.overlap else None
+            for messages in hidden(profile, layout, stages, gpus_per_node)
         )
         first = first_step(task, engine)
         cpu_s = time.process_time()
@@ -192,6 +208,7 @@ def emulated_runner(
     coords: RankCoords,
     clock: Device,
     ep: Group | None,
+    losses: dict[str, torch.Tensor],
 ) -> StageRunner:
     """Return the stage's runner, with a wait for each module; `ep` are processes of an EP group."""
     first, infos = (
@@ -207,43 +224,36 @@ def emulated_runner(
     for segment in segments:
         layers = [info for info in infos if info.module == segment.module]
         segment.layers = [
-            EmulatedModule(layers, segment.entry, segment.exit, clock, dtype, scaled, ep)
+            EmulatedModule(
+                layers, segment.entry, segment.exit, clock, dtype, scaled, ep, coords.stage.chunk
+            )
         ]
-    return StageRunner(segments)
+    return StageRunner(segments, losses=losses)
 
 
 def emulated_brokers(
     run: Run,
-    profile: Profile,
-    layout: Layout,
-    stages: list[CostedStage],
+    times_s: Mapping[Cut, float],
     coords: RankCoords,
     tracer: Tracer,
     clock: Device,
     links: tuple[list[Broker], list[Broker]],
-    gpus_per_node: int,
 ) -> list[Broker | Brokers | None]:
     """Return the brokers over emulated links to the previous and next stages.
 
     Args:
+        times_s: of one slot's tensors over each cut.
         tracer: determines the current step.
     """
-    scaled, number = run.file.rehearse.messages == "scaled", coords.stage.number
-    times_s = dict(
-        zip(
-            cuts_of(stages),
-            transfers_s(profile, layout, stages, gpus_per_node).tolist(),
-            strict=True,
-        )
-    )
+    scaled = run.file.rehearse.messages == "scaled"
 
     def emulated(link: Broker) -> EmulatedBroker:
-        sender, taker = sorted((number, link.neighbour.number))
-        unit, stage = stages[sender].unit.name, stages[sender].index
+        sender, taker = sorted((coords.stage, link.neighbour), key=lambda stage: stage.number)
+        unit, index = sender.unit.name, sender.index % sender.unit.pp
 
         def transfer_s() -> float:
             faults = begun(run.file.rehearse.faults, tracer.step)
-            return times_s[sender, taker] * slowdown(faults, "link", unit, stage)
+            return times_s[sender.number, taker.number] * slowdown(faults, "link", unit, index)
 
         sends, receives = (message_specs(specs, scaled) for specs in (link.sends, link.receives))
         return EmulatedBroker(

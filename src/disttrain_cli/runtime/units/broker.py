@@ -84,6 +84,11 @@ class Broker:
             self.expected = deque(slots)
             self._post_ahead()
 
+    def post(self, slot: Slot) -> None:
+        """Post the receives of a slot, in the order of the messages, where `expect` does not."""
+        if communicators.in_order():
+            self.arriving[id(slot)] = self._post(slot)
+
     def send(self, slot: Slot, tensors: dict[str, Tensor]) -> tuple[int, int]:
         """Start sending the rows of `sends`; return (bytes, the peer's rank).
 
@@ -106,9 +111,10 @@ class Broker:
         return sum(b.numel() * b.element_size() for b in buffers), _only(peers)
 
     def receive(self, slot: Slot) -> tuple[dict[str, Tensor], int, int]:
-        """Wait for the rows of `receives`; return (tensors, bytes received, the peer's rank).
+        """Wait for the rows of `receives`, posted before or now.
 
-        The tensors' rows are in this replica's order.
+        Return (tensors, bytes received, the peer's rank); the tensors' rows are in this replica's
+        order.
         """
         self._let_go(SENT_SLOTS)
         arriving = self.arriving.pop(id(slot), None) or self._post(slot)

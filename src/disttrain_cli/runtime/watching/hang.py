@@ -2,9 +2,10 @@
 
 A job hangs when no rank has made progress for `train.hang_s`. Every rank publishes its current
 operation (`pulse`); which ranks it waits for follows from the operation and the plan: a transfer
-waits for the neighbouring stage, the end of sends for the stages on both sides, a reduction for the
-other ranks of its group and for the tied-embedding peer. The ranks that are waited for and do not
-wait themselves are the cause; if there are none, the ranks wait for each other in a cycle.
+waits for the neighbour of its stage, the end of sends for those of all stages of the rank, a
+reduction for the other ranks of its group and for the tied-embedding peer. The ranks that are
+waited for and do not wait themselves are the cause; if there are none, the ranks wait for each
+other in a cycle.
 """
 
 from __future__ import annotations
@@ -69,9 +70,10 @@ def _waits_for(state: State, states: Mapping[int, State], stages: Sequence[Stage
     own = [stage for stage in stages if state.rank in stage.ranks]
     stage = own[0]
     if state.operation in (*UPSTREAM, *DOWNSTREAM, "wait"):
+        moving = [one for one in own if state.operation == "wait" or state.stage in (-1, one.index)]
         numbers = (
-            *(one for each in own if state.operation not in DOWNSTREAM for one in each.before),
-            *(one for each in own if state.operation not in UPSTREAM for one in each.after),
+            *(one for each in moving if state.operation not in DOWNSTREAM for one in each.before),
+            *(one for each in moving if state.operation not in UPSTREAM for one in each.after),
         )
         return [rank for number in numbers for rank in stages[number].ranks]
     if state.operation in TOGETHER:
@@ -86,13 +88,15 @@ def _waits_for(state: State, states: Mapping[int, State], stages: Sequence[Stage
         width = stage.unit.tp_cp_size
         first = stage.ranks.index(state.rank) // width * width
         group = stage.ranks[first : first + width]
-    here = (state.step, state.operation, state.slot)
+
+    def at(state: State) -> tuple[object, ...]:
+        stage = state.stage if state.operation in COMPUTE else None
+        return state.step, state.operation, state.slot, stage
+
     return [
         rank
         for rank in group
-        if rank in states
-        and rank != state.rank
-        and (states[rank].step, states[rank].operation, states[rank].slot) != here
+        if rank in states and rank != state.rank and at(states[rank]) != at(state)
     ]
 
 
@@ -113,6 +117,7 @@ class HangWatch:
     def __init__(self, folder: Path, logs: Path, stages: Sequence[Stage], hang_s: float) -> None:
         self._folder, self._logs, self._stages, self._hang_s = folder, logs, stages, hang_s
         self._ranks = [rank for stage in stages if not stage.chunk for rank in stage.ranks]
+        self._several = {rank for stage in stages if stage.chunk for rank in stage.ranks}
         self._states: dict[int, State] = {}
         self._beaten_s: dict[int, float] = {}
         self._moved_s = self._looked_s = time.monotonic()
@@ -201,7 +206,8 @@ class HangWatch:
         state = self._states[rank]
         doing = state.operation.replace("_", " ")
         details = (
-            [f"slot {state.slot}"] * (state.slot >= 0)
+            [f"stage {state.stage}"] * (rank in self._several and state.stage >= 0)
+            + [f"slot {state.slot}"] * (state.slot >= 0)
             + [f"step {state.step}"] * (state.step >= 0)
             + [state.module] * bool(state.module)
         )

@@ -43,6 +43,7 @@ class State(BaseModel):
     operation: str
     slot: int  # -1: none
     module: str
+    stage: int = -1  # of its unit, in a step; -1: outside
 
 
 def state_file(folder: Path, rank: int) -> Path:
@@ -80,8 +81,9 @@ class Pulse:
             "host": socket.gethostname(),
             "process": os.getpid(),
         }
-        self._now = (-1, "starting", -1, "")
-        self._ahead: deque[tuple[tuple[int, str, int, str], Callable[[], bool]]] = deque()
+        # fields of `State` that operations change
+        self._now: dict[str, Any] = {"step": -1, "operation": "starting", "slot": -1, "module": ""}
+        self._ahead: deque[tuple[dict[str, Any], Callable[[], bool]]] = deque()
         self._moves = self._beat = 0
         self._ended = threading.Event()
         folder.mkdir(parents=True, exist_ok=True)
@@ -93,14 +95,22 @@ class Pulse:
         slot: int = -1,
         module: str = "",
         reached: Callable[[], bool] | None = None,
+        stage: int = -1,
     ) -> None:
         """Set the rank's operation, from now or from when `reached` returns True for the device."""
+        state = {
+            "step": step,
+            "operation": operation,
+            "slot": slot,
+            "module": module,
+            "stage": stage,
+        }
         if reached is None and not self._ahead:
-            self._turn((step, operation, slot, module))
+            self._turn(state)
         else:
-            self._ahead.append(((step, operation, slot, module), reached or (lambda: True)))
+            self._ahead.append((state, reached or (lambda: True)))
 
-    def _turn(self, state: tuple[int, str, int, str]) -> None:
+    def _turn(self, state: dict[str, Any]) -> None:
         self._now = state
         self._moves += 1
 
@@ -138,15 +148,7 @@ class Pulse:
         while self._ahead and self._ahead[0][1]():
             self._turn(self._ahead.popleft()[0])
         self._beat += 1
-        step, operation, slot, module = self._now
-        record = self._own | {
-            "beat": self._beat,
-            "moves": self._moves,
-            "step": step,
-            "operation": operation,
-            "slot": slot,
-            "module": module,
-        }
+        record = self._own | self._now | {"beat": self._beat, "moves": self._moves}
         try:  # opened each time, for a shared file system to show it to all hosts
             descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o644)
             try:

@@ -254,7 +254,7 @@ class Tracer:
         """Start an operation, for the detection of hangs and for torch's profile."""
         if self.pulse is not None:
             reached = None if self._device is None else self._device.mark().passed
-            self.pulse.begin(operation, self.step, slot, module, reached)
+            self.pulse.begin(operation, self.step, slot, module, reached, self.stage)
         if self.marks is not None:
             self.marks.begin(operation, slot, module)
         if self._exchanges is not None:
