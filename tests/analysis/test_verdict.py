@@ -215,9 +215,9 @@ def test_where_all_are_slow_their_clocks_are_named(tmp_path):
 
 
 def test_shares_are_shown_in_percent():
-    assert Evidence(what="steps", value=0.75, unit="share of steps").shown == (75.0, "% of steps")
-    assert Evidence(what="chance", value=0.5, unit="share").shown == (50.0, "%")
-    assert Evidence(what="a step", value=0.5, unit="s").shown == (0.5, "s")
+    assert Evidence("steps", 0.75, "share of steps").shown == (75.0, "% of steps")
+    assert Evidence("chance", 0.5, "share").shown == (50.0, "%")
+    assert Evidence("a step", 0.5, "s").shown == (0.5, "s")
 
 
 @pytest.mark.parametrize(

@@ -322,16 +322,13 @@ def _show(console: Console, skipped: list[Skipped]) -> None:
     from disttrain_cli.data.sources.samples import shown_skipped
 
     if skipped:
-        console.table(
+        console.grid(
             "Samples that cannot be used",
-            ["sample or shard", "samples", "reason"],
+            skipped,
             [
-                [
-                    shown_skipped(one),
-                    "unknown" if one.samples is None else f"{one.samples:,}",
-                    one.reason,
-                ]
-                for one in skipped
+                ("sample or shard", lambda one: shown_skipped(one)),
+                ("samples", lambda one: "unknown" if one.samples is None else f"{one.samples:,}"),
+                ("reason", lambda one: one.reason),
             ],
         )
 

@@ -68,21 +68,17 @@ def mended(
         evidence=[
             *evidence,
             Evidence(
-                what=f"{met} that {who.lower()} join{'s' * one} last",
-                value=first.turns.last / first.turns.joined,
-                unit="share",
+                f"{met} that {who.lower()} join{'s' * one} last",
+                first.turns.last / first.turns.joined,
+                "share",
             ),
-            Evidence(
-                what=f"waiting for {who.lower()}, share of all waiting",
-                value=first.share,
-                unit="share",
-            ),
-            Evidence(what=P_VALUE, value=first.chance, unit="probability"),
+            Evidence(f"waiting for {who.lower()}, share of all waiting", first.share, "share"),
+            Evidence(P_VALUE, first.chance, "probability"),
             *(
                 Evidence(
-                    what=f"saved by fixing {name_ranks(sorted(each.ranks))}",
-                    value=float(each.gain_s.mean()),
-                    unit="s",
+                    f"saved by fixing {name_ranks(sorted(each.ranks))}",
+                    float(each.gain_s.mean()),
+                    "s",
                 )
                 for each in losses.stragglers
             ),
@@ -201,14 +197,10 @@ def costs(value_s: float, span_s: float) -> str:
 
 def _before(rank: int, it: dict[str, Any], others: dict[str, Any]) -> list[Evidence]:
     return [
-        Evidence(
-            what=f"rank {rank}: time since its previous collective or message",
-            value=it["gap_s"],
-            unit="s",
-        ),
-        Evidence(what="the other ranks: the same", value=others["gap_s"], unit="s"),
-        Evidence(what=f"rank {rank}: compute in that time", value=it["compute_s"], unit="s"),
-        Evidence(what="the other ranks: the same", value=others["compute_s"], unit="s"),
+        Evidence(f"rank {rank}: time since its previous collective or message", it["gap_s"], "s"),
+        Evidence("the other ranks: the same", others["gap_s"], "s"),
+        Evidence(f"rank {rank}: compute in that time", it["compute_s"], "s"),
+        Evidence("the other ranks: the same", others["compute_s"], "s"),
     ]
 
 
@@ -272,22 +264,18 @@ def waited_for(
         evidence=[
             *evidence,
             Evidence(
-                what=f"{met} that rank {rank} joins last",
-                value=straggler.turns.last / straggler.turns.joined,
-                unit="share",
+                f"{met} that rank {rank} joins last",
+                straggler.turns.last / straggler.turns.joined,
+                "share",
             ),
             Evidence(
-                what="expected if all ranks were last equally often",
-                value=straggler.turns.expected / straggler.turns.joined,
-                unit="share",
+                "expected if all ranks were last equally often",
+                straggler.turns.expected / straggler.turns.joined,
+                "share",
             ),
-            Evidence(what=P_VALUE, value=straggler.chance, unit="probability"),
+            Evidence(P_VALUE, straggler.chance, "probability"),
             *(
-                Evidence(
-                    what=f"waiting for rank {one.rank}, share of all waiting",
-                    value=one.share,
-                    unit="share",
-                )
+                Evidence(f"waiting for rank {one.rank}, share of all waiting", one.share, "share")
                 for one in dict.fromkeys([straggler, *costly])
             ),
             *_before(rank, it, others),

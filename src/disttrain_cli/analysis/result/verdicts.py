@@ -84,7 +84,7 @@ class Place(Struct, frozen=True, kw_only=True):
         return f"stage {self.stage} · replica {self.replica}{of_cp} · rank {self.rank}"
 
 
-class Evidence(Struct, frozen=True, kw_only=True):
+class Evidence(Struct, frozen=True):
     """One measured figure behind a verdict."""
 
     what: str
