@@ -43,11 +43,9 @@ def run(
         typer.Argument(
             metavar="PATH",
             show_default=False,
-            help=(
-                "Run folders, folders with a disttrain.yaml, trace folders, traces of any PyTorch"
-                " job (Kineto/Chrome JSON, or .gz; also files written by --perfetto), or dumps of"
-                " PyTorch's flight recorder; by default the run of ./disttrain.yaml."
-            ),
+            help="Run folders, folders with a disttrain.yaml, trace folders, traces of any PyTorch"
+            " job (Kineto/Chrome JSON, or .gz; also files written by --perfetto), or dumps of"
+            " PyTorch's flight recorder; by default the run of ./disttrain.yaml.",
         ),
     ] = None,
     html: Annotated[
@@ -64,10 +62,8 @@ def run(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help=(
-                "Only export disttrain traces as Chrome JSON for ui.perfetto.dev (compressed if"
-                " the name ends in .gz)."
-            ),
+            help="Only export disttrain traces as Chrome JSON for ui.perfetto.dev (compressed if"
+            " the name ends in .gz).",
         ),
     ] = None,
     compare: Annotated[
@@ -77,10 +73,8 @@ def run(
         str | None,
         typer.Option(
             metavar="EXPR",
-            help=(
-                "Exit with code 5 if this condition holds: comparisons of figures and texts of"
-                " --json, joined by and, or, not."
-            ),
+            help="Exit with code 5 if this condition holds: comparisons of figures and texts of"
+            " --json, joined by and, or, not.",
         ),
     ] = None,
     json_mode: JsonFlag = False,

@@ -36,10 +36,8 @@ def run(
         Path | None,
         typer.Argument(
             metavar="DIR",
-            help=(
-                "Folder to write, created if it does not exist; with --folder the working folder"
-                " by default."
-            ),
+            help="Folder to write, created if it does not exist; with --folder the working folder"
+            " by default.",
         ),
     ] = None,
     preset: Annotated[
@@ -55,10 +53,8 @@ def run(
         typer.Option(
             "--folder",
             metavar="PATH|NAME",
-            help=(
-                "Your model: folder of a published vision-language model or LLM, or its name on"
-                " Hugging Face; needs --data."
-            ),
+            help="Your model: folder of a published vision-language model or LLM, or its name on"
+            " Hugging Face; needs --data.",
         ),
     ] = None,
     own_data: Annotated[
@@ -66,10 +62,8 @@ def run(
         typer.Option(
             "--data",
             metavar="PATH|URL",
-            help=(
-                "Your data: JSON, JSONL, ShareGPT, WebDataset tars, Parquet, or a folder of them;"
-                " needs --folder."
-            ),
+            help="Your data: JSON, JSONL, ShareGPT, WebDataset tars, Parquet, or a folder of them;"
+            " needs --folder.",
         ),
     ] = None,
     sample_data: Annotated[

@@ -90,10 +90,8 @@ def run(
         Strategy,
         typer.Option(
             metavar="NAME",
-            help=(
-                "Layouts to search: auto, modules grouped into the fastest units; disaggregated, a"
-                " unit per module; megatron, one unit."
-            ),
+            help="Layouts to search: auto, modules grouped into the fastest units; disaggregated,"
+            " a unit per module; megatron, one unit.",
         ),
     ] = Strategy.auto,
     top: Annotated[

@@ -36,10 +36,8 @@ def run(
         typer.Argument(
             metavar="CHECKPOINT",
             show_default=False,
-            help=(
-                "Folder of a checkpoint, or a run file or run folder, of which the newest"
-                " checkpoint is used; ./disttrain.yaml by default."
-            ),
+            help="Folder of a checkpoint, or a run file or run folder, of which the newest"
+            " checkpoint is used; ./disttrain.yaml by default.",
         ),
     ] = None,
     prompts: Annotated[

@@ -57,10 +57,8 @@ def run(
         typer.Option(
             min=0.0,
             metavar="SECONDS",
-            help=(
-                "Minimum time between two analyses; by default such that they use 0.5 % of this"
-                " host's cores."
-            ),
+            help="Minimum time between two analyses; by default such that they use 0.5 % of this"
+            " host's cores.",
         ),
     ] = None,
     once: Annotated[
@@ -70,10 +68,8 @@ def run(
         str | None,
         typer.Option(
             metavar="EXPR",
-            help=(
-                "Exit with code 5 if this holds: a condition as in `disttrain analyze`, on the"
-                " last steps."
-            ),
+            help="Exit with code 5 if this holds: a condition as in `disttrain analyze`, on the"
+            " last steps.",
         ),
     ] = None,
     json_mode: Annotated[

@@ -221,10 +221,8 @@ class ImageInput(Head):
     window: int = Field(
         1,
         ge=1,
-        description=(
-            "Patches per side of the attention windows of most blocks, in whole merge blocks; 1 ="
-            " none: all attend to the whole image."
-        ),
+        description="Patches per side of the attention windows of most blocks, in whole merge"
+        " blocks; 1 = none: all attend to the whole image.",
     )
     processor: Annotated[
         ImageProcessor | None,
@@ -238,10 +236,8 @@ class ImageInput(Head):
         WithJsonSchema({"anyOf": [VideoProcessor.model_json_schema(), {"type": "null"}]}),
     ] = Field(
         None,
-        description=(
-            "Preparation of videos, if they are read: an item is then two frames of a video, or an"
-            " image twice."
-        ),
+        description="Preparation of videos, if they are read: an item is then two frames of a"
+        " video, or an image twice.",
     )
 
     @model_validator(mode="after")
@@ -519,9 +515,8 @@ class TargetInput(Head):
     size_px: int = Field(ge=8, description="Side length of the square image.")
     channels: int = Field(
         3,
-        description=(
-            "Channels of the image, or of the mean and log-variance of its prepared latents."
-        ),
+        description="Channels of the image, or of the mean and log-variance of its prepared"
+        " latents.",
     )
     context_tokens: int = Field(
         ge=1, description="Number of LLM positions that condition one image."
@@ -536,10 +531,8 @@ class TargetInput(Head):
         WithJsonSchema({"anyOf": [Buckets.model_json_schema(), {"type": "null"}]}),
     ] = Field(
         None,
-        description=(
-            "Sizes of the images if they are not all squares; grid is then in patches, and size_px"
-            " is the size of sampled images."
-        ),
+        description="Sizes of the images if they are not all squares; grid is then in patches, and"
+        " size_px is the size of sampled images.",
     )
 
     @property

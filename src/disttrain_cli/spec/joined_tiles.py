@@ -49,10 +49,8 @@ class JoinedTiles(Strict):
     )
     background: tuple[int, ...] | None = Field(
         None,
-        description=(
-            "If set, only a sample's single image is tiled: several images are padded to squares"
-            " and resized (OneVision)."
-        ),
+        description="If set, only a sample's single image is tiled: several images are padded to"
+        " squares and resized (OneVision).",
     )
     most_tiles: int | None = Field(
         None,

@@ -47,10 +47,8 @@ class ModuleProfile(Strict):
         description="Largest work of the module in one packed sequence."
     )
     cut_bytes_per_sequence: list[float] = Field(
-        description=(
-            "Bytes per packed sequence sent over the cut after each layer; 0 after the model's"
-            " last."
-        )
+        description="Bytes per packed sequence sent over the cut after each layer; 0 after the"
+        " model's last."
     )
     projector: list[int] = Field(
         default_factory=list, description="Indices of layers that connect the module to the LLM."
@@ -61,19 +59,15 @@ class ModuleProfile(Strict):
     )
     side: list[int] = Field(
         default_factory=list,
-        description=(
-            "Indices of layers whose output no later layer of the module reads (DeepStack's"
-            " mergers)."
-        ),
+        description="Indices of layers whose output no later layer of the module reads"
+        " (DeepStack's mergers).",
     )
 
     tied: list[int] = Field(
         default_factory=list,
         max_length=2,
-        description=(
-            "Indices of a layer whose parameters are all shared, and of its tied-embedding peer"
-            " (an LLM's embedding and head); empty if none are shared."
-        ),
+        description="Indices of a layer whose parameters are all shared, and of its tied-embedding"
+        " peer (an LLM's embedding and head); empty if none are shared.",
     )
 
     @property
@@ -112,9 +106,8 @@ class DeviceProfile(Strict):
     communicator_mib: float = Field(
         0.0,
         ge=0,
-        description=(
-            "Part of it for each NCCL communicator without connections; stated, not measured."
-        ),
+        description="Part of it for each NCCL communicator without connections; stated, not"
+        " measured.",
     )
     channel_sent_mib: float = Field(
         0.0, ge=0, description="Part of it for each NCCL channel to a rank of the same node."
@@ -173,10 +166,8 @@ class LinkTimes(Strict):
     hop_us: float = Field(
         0.0,
         ge=0,
-        description=(
-            "Additional latency of every step of a ring: N-1 steps, twice as many for an"
-            " all-reduce. 0 in a profile; set in expected costs."
-        ),
+        description="Additional latency of every step of a ring: N-1 steps, twice as many for an"
+        " all-reduce. 0 in a profile; set in expected costs.",
     )
 
 
@@ -189,10 +180,8 @@ class LinkProfile(LinkTimes):
 
     inter_node: LinkTimes | None = Field(
         None,
-        description=(
-            "Between nodes: times of one rank while all ranks of its node send; None for a single"
-            " node."
-        ),
+        description="Between nodes: times of one rank while all ranks of its node send; None for a"
+        " single node.",
     )
 
     def of(self, inside_a_node: bool) -> LinkTimes:
@@ -275,10 +264,8 @@ class PhaseProfile(Strict):
     )
     sample: SizeSample | None = Field(
         None,
-        description=(
-            "Sizes of some of its sequences; none if they are in `DataProfile.sample`, or if the"
-            " phase was over when the data were profiled."
-        ),
+        description="Sizes of some of its sequences; none if they are in `DataProfile.sample`, or"
+        " if the phase was over when the data were profiled.",
     )
 
 
@@ -302,16 +289,13 @@ class DataProfile(Strict):
     images: int
     scaled_down: int | None = Field(
         None,
-        description=(
-            "Number of input images with more pixels than data.max_image_pixels; null if sizes"
-            " were drawn."
-        ),
+        description="Number of input images with more pixels than data.max_image_pixels; null if"
+        " sizes were drawn.",
     )
     videos: int = Field(
         0,
-        description=(
-            "Number of videos; every two sampled frames of a video count as one of the images."
-        ),
+        description="Number of videos; every two sampled frames of a video count as one of the"
+        " images.",
     )
     targets: int = Field(description="Number of images to generate.")
     clips: int = Field(0, description="Number of audio clips.")
@@ -324,10 +308,8 @@ class DataProfile(Strict):
     )
     skipped: int = Field(
         0,
-        description=(
-            "Number of samples that could not be read, including an estimate for damaged,"
-            " truncated, empty and missing shards."
-        ),
+        description="Number of samples that could not be read, including an estimate for damaged,"
+        " truncated, empty and missing shards.",
     )
     skipped_first: list[str] = Field(
         default_factory=list, description="The largest skipped entries, with reasons."
@@ -337,10 +319,8 @@ class DataProfile(Strict):
     )
     unread_files: list[str] = Field(
         default_factory=list,
-        description=(
-            "Files in the folders of data.sources that are not read, such as other splits, with"
-            " reasons; also the validation split used for evaluation."
-        ),
+        description="Files in the folders of data.sources that are not read, such as other splits,"
+        " with reasons; also the validation split used for evaluation.",
     )
     unread: dict[str, int] = Field(
         default_factory=dict,
@@ -348,9 +328,8 @@ class DataProfile(Strict):
     )
     unread_keys: list[dict[str, int]] = Field(
         default_factory=list,
-        description=(
-            "For each source, number of samples by key or column of their records that is ignored."
-        ),
+        description="For each source, number of samples by key or column of their records that is"
+        " ignored.",
     )
     sources: list[str] = Field(
         default_factory=list,
@@ -362,10 +341,8 @@ class DataProfile(Strict):
     )
     goes_on_from: int = Field(
         0,
-        description=(
-            "Step of the checkpoint whose run had different phases; 0 if all of them are from the"
-            " run file."
-        ),
+        description="Step of the checkpoint whose run had different phases; 0 if all of them are"
+        " from the run file.",
     )
     priced_step: int = Field(
         0,
@@ -433,11 +410,9 @@ class Measuring(Strict):
     )
     spent_s: float = Field(description="Seconds spent, reading the data not included.")
     sizes: dict[str, dict[str, tuple[int, int]]] = Field(
-        description=(
-            "By module and TP size, number of work sizes measured and number drawn from the data,"
-            " with trained and frozen weights counted separately; the rest is interpolated. A TP"
-            " size without measurements is not in the profile."
-        )
+        description="By module and TP size, number of work sizes measured and number drawn from"
+        " the data, with trained and frozen weights counted separately; the rest is interpolated."
+        " A TP size without measurements is not in the profile."
     )
 
     @property

@@ -230,10 +230,8 @@ class Rehearsed(Strict):
 
     processes: int
     time_scale: float = Field(
-        description=(
-            "Seconds of the rehearsal per second of the trace, whose times are those of the"
-            " cluster."
-        )
+        description="Seconds of the rehearsal per second of the trace, whose times are those of"
+        " the cluster."
     )
     messages: Literal["scaled", "real"]
     noise: float

@@ -281,10 +281,8 @@ def _calm(losses: Losses, database: KinetoDatabase, evidence: list[Evidence]) ->
         * (1 - most)
         * (UNMATCHED_CALM + (1 - UNMATCHED_CALM) * matched(database)),
         evidence=[*evidence, *_not_one(losses)],
-        advice=(
-            "More speed needs faster kernels (lower precision, fusion, torch.compile) or more"
-            " devices."
-        ),
+        advice="More speed needs faster kernels (lower precision, fusion, torch.compile) or more"
+        " devices.",
         next_command=(
             'disttrain analyze --sql "SELECT name, kind, count(*), sum(end_ns - start_ns) / 1e6 AS'
             ' ms FROM kernels GROUP BY ALL ORDER BY ms DESC LIMIT 20"'

@@ -16,9 +16,8 @@ class CollectiveKind(Struct, frozen=True, kw_only=True):
     bytes_p50: Annotated[
         float | None,
         Meta(
-            description=(
-                "Bytes that a rank contributes; null if neither arguments nor shapes contain them."
-            )
+            description="Bytes that a rank contributes; null if neither arguments nor shapes"
+            " contain them."
         ),
     ]
     transfer_p50_us: Annotated[float, Meta(description="From the last arrival to the last end.")]
@@ -30,10 +29,8 @@ class CollectiveKind(Struct, frozen=True, kw_only=True):
     bus_gbytes_s: Annotated[
         float | None,
         Meta(
-            description=(
-                "Median bus bandwidth as defined by nccl-tests (busbw), independent of the number"
-                " of ranks."
-            )
+            description="Median bus bandwidth as defined by nccl-tests (busbw), independent of the"
+            " number of ranks."
         ),
     ]
 
@@ -57,10 +54,8 @@ class OperatorRow(Struct, frozen=True, kw_only=True):
     roof_tflops: Annotated[
         float | None,
         Meta(
-            description=(
-                "Roofline: the minimum of the peak and flops_per_byte × memory bandwidth; null for"
-                " a device or data type that templates/hardware.yaml lacks."
-            )
+            description="Roofline: the minimum of the peak and flops_per_byte × memory bandwidth;"
+            " null for a device or data type that templates/hardware.yaml lacks."
         ),
     ]
     bound: Annotated[
@@ -107,11 +102,9 @@ class PathPart(Struct, frozen=True, kw_only=True):
     kind: Annotated[
         str,
         Meta(
-            description=(
-                "compute, communication, memory or unclassified: a kernel; host: its device waited"
-                " for a launch; launch: from the call to the kernel's start, or between two"
-                " kernels."
-            )
+            description="compute, communication, memory or unclassified: a kernel; host: its"
+            " device waited for a launch; launch: from the call to the kernel's start, or between"
+            " two kernels."
         ),
     ]
     rank: int

@@ -33,10 +33,8 @@ class RankSummary(Struct, frozen=True, kw_only=True):
     collective_wait_us: Annotated[
         float | None,
         Meta(
-            description=(
-                "Time from joining collectives (Kineto: and messages) until the last rank joins;"
-                " null if none was matched."
-            )
+            description="Time from joining collectives (Kineto: and messages) until the last rank"
+            " joins; null if none was matched."
         ),
     ]
     last_to_arrive: Annotated[
@@ -46,18 +44,15 @@ class RankSummary(Struct, frozen=True, kw_only=True):
     exposed_communication_us: Annotated[
         float | None,
         Meta(
-            description=(
-                "Communication not overlapped with compute on this rank, without waiting for"
-                " others, as in job.exposed_communication_fraction."
-            )
+            description="Communication not overlapped with compute on this rank, without waiting"
+            " for others, as in job.exposed_communication_fraction."
         ),
     ] = None
     exposed_wait_us: Annotated[
         float | None,
         Meta(
-            description=(
-                "Waiting for others in collectives and messages, not overlapped with compute."
-            )
+            description="Waiting for others in collectives and messages, not overlapped with"
+            " compute."
         ),
     ] = None
     memory_peak_gib: Annotated[
@@ -104,9 +99,8 @@ class Comparison(Struct, frozen=True, kw_only=True):
     basis: Annotated[
         str,
         Meta(
-            description=(
-                "'plan': predicted before the run; 'same work': profile at the recorded sizes."
-            )
+            description="'plan': predicted before the run; 'same work': profile at the recorded"
+            " sizes."
         ),
     ]
     predicted: float
@@ -126,11 +120,9 @@ class OperationRow(Struct, frozen=True, kw_only=True):
     operation: Annotated[
         str,
         Meta(
-            description=(
-                "forward, backward: mean per slot; transfer_*: one crossing without waiting,"
-                " median; send_*: time that a send occupies the rank; load: waiting for data;"
-                " reduce, step: without waiting for other ranks; iteration: the whole step."
-            )
+            description="forward, backward: mean per slot; transfer_*: one crossing without"
+            " waiting, median; send_*: time that a send occupies the rank; load: waiting for data;"
+            " reduce, step: without waiting for other ranks; iteration: the whole step."
         ),
     ]
     planned: Annotated[
@@ -179,10 +171,8 @@ class MemoryRow(Struct, frozen=True, kw_only=True):
     measured_gib: Annotated[
         float,
         Meta(
-            description=(
-                "Peak memory allocated for the stage; on a CPU, the growth of the process, which is"
-                " never less."
-            )
+            description="Peak memory allocated for the stage; on a CPU, the growth of the process,"
+            " which is never less."
         ),
     ]
     predicted_gib: Annotated[
@@ -193,10 +183,8 @@ class MemoryRow(Struct, frozen=True, kw_only=True):
     outside_gib: Annotated[
         float | None,
         Meta(
-            description=(
-                "Peak memory outside of torch's allocator on a device after the first step, other"
-                " ranks' included if they share it; null on a CPU."
-            )
+            description="Peak memory outside of torch's allocator on a device after the first"
+            " step, other ranks' included if they share it; null on a CPU."
         ),
     ] = None
     reserve_gib: Annotated[
@@ -236,10 +224,8 @@ class InsideRow(Struct, frozen=True, kw_only=True):
     shares: Annotated[
         dict[str, float],
         Meta(
-            description=(
-                "Shares of the time: gemm, attention, convolution, normalization, communication,"
-                " copies, other; and idle, while no kernel (on a CPU: no operator) ran."
-            )
+            description="Shares of the time: gemm, attention, convolution, normalization,"
+            " communication, copies, other; and idle, while no kernel (on a CPU: no operator) ran."
         ),
     ]
     top: Annotated[list[Part], Meta(description="Largest parts.")]
@@ -291,8 +277,7 @@ class HostClock(Struct, frozen=True, kw_only=True):
     applied: Annotated[
         bool,
         Meta(
-            description=(
-                "True if its times were shifted, since messages would otherwise arrive too early."
-            )
+            description="True if its times were shifted, since messages would otherwise arrive too"
+            " early."
         ),
     ]

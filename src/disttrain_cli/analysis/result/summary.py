@@ -45,9 +45,8 @@ class JobSummary(Struct, frozen=True, kw_only=True):
     recorded_at: Annotated[
         str | None,
         Meta(
-            description=(
-                "Start of the first recorded step, UTC; null if times do not count from 1970."
-            )
+            description="Start of the first recorded step, UTC; null if times do not count from"
+            " 1970."
         ),
     ] = None
     rehearsed: Annotated[
@@ -57,9 +56,8 @@ class JobSummary(Struct, frozen=True, kw_only=True):
     layout: Annotated[
         str | None,
         Meta(
-            description=(
-                "Units with TP, DP and PP, in pipeline order; null for traces without units."
-            )
+            description="Units with TP, DP and PP, in pipeline order; null for traces without"
+            " units."
         ),
     ]
     ranks: int
@@ -82,28 +80,22 @@ class JobSummary(Struct, frozen=True, kw_only=True):
     exposed_communication_fraction: Annotated[
         float | None,
         Meta(
-            description=(
-                "Share of the ranks' time in communication not overlapped with compute; waiting for"
-                " a peer is not counted."
-            )
+            description="Share of the ranks' time in communication not overlapped with compute;"
+            " waiting for a peer is not counted."
         ),
     ]
     time_shares: Annotated[
         dict[str, float],
         Meta(
-            description=(
-                "Breakdown of the ranks' time: compute, and everything else by kind; empty if"
-                " unknown."
-            )
+            description="Breakdown of the ranks' time: compute, and everything else by kind; empty"
+            " if unknown."
         ),
     ]
     unclassified_fraction: Annotated[
         float | None,
         Meta(
-            description=(
-                "Share of the kernels' time that cannot be classified as compute or communication"
-                " (it counts as compute)."
-            )
+            description="Share of the kernels' time that cannot be classified as compute or"
+            " communication (it counts as compute)."
         ),
     ] = None
 
@@ -137,10 +129,8 @@ class Analysis(Struct, frozen=True, kw_only=True):
     format: Annotated[
         Literal["disttrain", "kineto", "operations"],
         Meta(
-            description=(
-                "Format of the traces: disttrain's, Kineto/Chrome JSON, or operations in the format"
-                " of the straggler study."
-            )
+            description="Format of the traces: disttrain's, Kineto/Chrome JSON, or operations in"
+            " the format of the straggler study."
         ),
     ]
     job: JobSummary
@@ -162,18 +152,15 @@ class Analysis(Struct, frozen=True, kw_only=True):
     causes: Annotated[
         list[Cause],
         Meta(
-            description=(
-                "Causes that slow a step by 1 % or more, the largest saving first; they include the"
-                " verdict's cause, if it has one. Empty if no step could be replayed."
-            )
+            description="Causes that slow a step by 1 % or more, the largest saving first; they"
+            " include the verdict's cause, if it has one. Empty if no step could be replayed."
         ),
     ] = []
     remedies: Annotated[
         list[Remedy],
         Meta(
-            description=(
-                "Savings of single changes, largest first; empty if no step could be replayed."
-            )
+            description="Savings of single changes, largest first; empty if no step could be"
+            " replayed."
         ),
     ] = []
     clocks: Annotated[
@@ -191,10 +178,8 @@ class Analysis(Struct, frozen=True, kw_only=True):
     collectives: Annotated[
         list[CollectiveRow],
         Meta(
-            description=(
-                "Kineto: collectives of all ranks and messages (a send and its receive), sorted by"
-                " waiting time, longest first."
-            )
+            description="Kineto: collectives of all ranks and messages (a send and its receive),"
+            " sorted by waiting time, longest first."
         ),
     ] = []
     kernels: Annotated[
@@ -206,10 +191,8 @@ class Analysis(Struct, frozen=True, kw_only=True):
     operators: Annotated[
         list[OperatorRow],
         Meta(
-            description=(
-                "Kineto: operators with FLOPs and their position under the roofline, if shapes were"
-                " recorded."
-            )
+            description="Kineto: operators with FLOPs and their position under the roofline, if"
+            " shapes were recorded."
         ),
     ] = []
     launches: Annotated[

@@ -28,10 +28,8 @@ class Stragglers(Struct, frozen=True, kw_only=True):
     slowdown: Annotated[
         float | None,
         Meta(
-            description=(
-                "Recorded step ÷ ideal step, with ideals per unit. For Kineto traces, the ideal is"
-                " compute alone."
-            )
+            description="Recorded step ÷ ideal step, with ideals per unit. For Kineto traces, the"
+            " ideal is compute alone."
         ),
     ]
     ideal_s: float | None
@@ -39,18 +37,15 @@ class Stragglers(Struct, frozen=True, kw_only=True):
     not_recorded: Annotated[
         list[str],
         Meta(
-            description=(
-                "Keys of lost_s that these traces cannot show; their 0 is not a measurement."
-            )
+            description="Keys of lost_s that these traces cannot show; their 0 is not a"
+            " measurement."
         ),
     ] = []
     by_step: Annotated[
         list[StepLosses],
         Meta(
-            description=(
-                "Replayed steps: at most 32, spread over the measured ones; empty for Kineto"
-                " traces."
-            )
+            description="Replayed steps: at most 32, spread over the measured ones; empty for"
+            " Kineto traces."
         ),
     ] = []
 
@@ -108,10 +103,8 @@ class Verdict(Struct, frozen=True, kw_only=True):
     cause: Annotated[
         str,
         Meta(
-            description=(
-                "A key of lost_s; 'experts', the part of its worker due to the rows of experts;"
-                " 'none' (no straggler) or 'unknown' (not determined)."
-            )
+            description="A key of lost_s; 'experts', the part of its worker due to the rows of"
+            " experts; 'none' (no straggler) or 'unknown' (not determined)."
         ),
     ]
     headline: str
@@ -124,10 +117,8 @@ class Verdict(Struct, frozen=True, kw_only=True):
     confidence: Annotated[
         float,
         Meta(
-            description=(
-                "0 to 1: how often a verdict with such evidence is right on jobs of known cause"
-                " (docs/analysis.md)."
-            )
+            description="0 to 1: how often a verdict with such evidence is right on jobs of known"
+            " cause (docs/analysis.md)."
         ),
     ]
     evidence: list[Evidence]
@@ -141,39 +132,31 @@ class Cause(Struct, frozen=True, kw_only=True):
     cause: Annotated[
         str,
         Meta(
-            description=(
-                "A key of lost_s; 'experts', the part of its worker due to the rows of experts; or"
-                " 'unknown': others wait for ranks without traces."
-            )
+            description="A key of lost_s; 'experts', the part of its worker due to the rows of"
+            " experts; or 'unknown': others wait for ranks without traces."
         ),
     ]
     place: Place
     places: Annotated[
         list[Place],
         Meta(
-            description=(
-                "All ranks (or stages) of the row if it has several, for instance if only fixing"
-                " them together helps; the largest contribution first."
-            )
+            description="All ranks (or stages) of the row if it has several, for instance if only"
+            " fixing them together helps; the largest contribution first."
         ),
     ]
     sentence: Annotated[str, Meta(description="Description of the cause.")]
     gain_s: Annotated[
         float,
         Meta(
-            description=(
-                "Seconds of a step that fixing it saves after the rows above are fixed, so that"
-                " rows add up."
-            )
+            description="Seconds of a step that fixing it saves after the rows above are fixed, so"
+            " that rows add up."
         ),
     ]
     gain_pct: Annotated[float, Meta(description="gain_s in percent of the recorded step.")]
     alone_s: Annotated[
         float,
         Meta(
-            description=(
-                "Seconds that fixing only this cause saves: less if another cause hides it."
-            )
+            description="Seconds that fixing only this cause saves: less if another cause hides it."
         ),
     ]
     confidence: Annotated[
@@ -182,10 +165,8 @@ class Cause(Struct, frozen=True, kw_only=True):
     one_event: Annotated[
         bool,
         Meta(
-            description=(
-                "True if a single event of one step accounts for it: without that event fixing it"
-                " would save less than 5 % of a step."
-            )
+            description="True if a single event of one step accounts for it: without that event"
+            " fixing it would save less than 5 % of a step."
         ),
     ]
     next_command: str
@@ -214,10 +195,8 @@ class Remedy(Struct, frozen=True, kw_only=True):
     basis: Annotated[
         Literal["replay", "plan"],
         Meta(
-            description=(
-                "'replay': replay of the recorded steps; 'plan': difference between the planner's"
-                " predictions for the new and the present layout, with this run's times."
-            )
+            description="'replay': replay of the recorded steps; 'plan': difference between the"
+            " planner's predictions for the new and the present layout, with this run's times."
         ),
     ]
     gpus: Annotated[int, Meta(description="Number of additional devices.")]
@@ -229,9 +208,8 @@ class Remedy(Struct, frozen=True, kw_only=True):
     at_most: Annotated[
         bool,
         Meta(
-            description=(
-                "True for an upper bound that no ordering reaches, as samples are not split."
-            )
+            description="True for an upper bound that no ordering reaches, as samples are not"
+            " split."
         ),
     ]
 
