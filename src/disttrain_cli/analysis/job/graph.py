@@ -41,7 +41,9 @@ def build_graph(database: Database) -> Graph | None:
     )
     by_step = {int(row["step"]): row for row in windows}
 
-    columns["operation"] = _numbered(columns["operation"])
+    columns["operation"] = np.argmax(
+        columns["operation"][:, None] == np.array(COMPUTE)[None, :], axis=1
+    )
     rank, slot, depth = (
         np.asarray(columns[name], dtype=np.int64) for name in ("rank", "slot", "depth")
     )
@@ -148,7 +150,11 @@ def build_graph(database: Database) -> Graph | None:
                 columns["depth"],
             )
         ),
-        expected_update_s=_expected_update_s(database.job, database.stages),
+        expected_update_s=(
+            np.inf
+            if database.job is None or not database.stages or shares_cores(database.job)
+            else update_s(database.job, database.job.layout, database.stages)
+        ),
         unheard=unheard,
         lost=lost,
         crowded=_crowded(database.job, table["duration_s"], window),
@@ -159,11 +165,6 @@ def _together(job: Job | None, units: NDArray[Any]) -> Ints:
     """Return the neighbouring replicas that wait for each other, by the unit of each pass."""
     spans = {} if job is None else {one.name: one.replicas_together for one in job.layout.units}
     return np.array([spans.get(str(unit), 1) for unit in units], dtype=np.int64)
-
-
-def _numbered(operations: NDArray[Any]) -> Ints:
-    """Return the index in `COMPUTE` of each row's operation."""
-    return np.argmax(operations[:, None] == np.array(COMPUTE)[None, :], axis=1)
 
 
 def _unheard(
@@ -214,14 +215,6 @@ def update_s(job: Job, layout: Layout, stages: list[CostedStage]) -> float:
     return max(
         reduce_s(job.profile, layout, device, job.gpus_per_node) for device in devices
     ) + max(optimizer_s(job.profile, layout, device, job.gpus_per_node) for device in devices)
-
-
-def _expected_update_s(job: Job | None, stages: list[CostedStage]) -> float:
-    return (
-        np.inf
-        if job is None or not stages or shares_cores(job)
-        else update_s(job, job.layout, stages)
-    )
 
 
 def expected_transfers(

@@ -448,14 +448,11 @@ def _sample(
     for name, at, value in cells:
         place = Location(row, at)
         if name:
-            segments.append(file_segment(KINDS[MEDIA[name].item], place, _numbers(name, value)))
+            numbers = MEDIA[name].read_sizes(partial(_part, value), len(value))
+            segments.append(file_segment(KINDS[MEDIA[name].item], place, numbers))
         else:
             segments.append(Segment(TEXT, place, _text(value), trained=True))
     return Sample(key, segments, columns.unread)
-
-
-def _numbers(name: str, value: memoryview) -> Numbers:
-    return MEDIA[name].read_sizes(partial(_part, value), len(value))
 
 
 def _text(value: memoryview) -> str:
