@@ -23,7 +23,8 @@ from disttrain_cli.simulation.faults import begun, inject
 from disttrain_cli.simulation.pipeline import simulate
 from disttrain_cli.simulation.step import fed, pipeline_of
 from disttrain_cli.simulation.timeline import Pipeline, Timeline
-from disttrain_cli.spec.plan import Layout, Prediction, StageTime, UnitPlan
+from disttrain_cli.spec.plan import Layout, UnitPlan
+from disttrain_cli.spec.prediction import Prediction, StageTime
 from disttrain_cli.spec.profile import Profile, SizeSample
 from disttrain_cli.spec.runfile.rehearse import FaultSpec
 from disttrain_cli.spec.trace import (

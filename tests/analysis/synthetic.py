@@ -22,7 +22,8 @@ from disttrain_cli.analysis.job.database import open_database
 from disttrain_cli.analysis.result.summary import Analysis
 from disttrain_cli.spec.inputs import ModelInputs
 from disttrain_cli.spec.layer_costs import Polynomial
-from disttrain_cli.spec.plan import Layout, Prediction, UnitPlan, UnitTime
+from disttrain_cli.spec.plan import Layout, UnitPlan
+from disttrain_cli.spec.prediction import Prediction, UnitTime
 from disttrain_cli.spec.profile import (
     DeviceProfile,
     Fingerprints,

@@ -11,7 +11,8 @@ import yaml
 from disttrain_cli.data.indexing.building import build_index
 from disttrain_cli.models.graph import describe, layer_table
 from disttrain_cli.runtime.hooks import Step
-from disttrain_cli.spec.plan import Layout, Plan, Prediction, Search, UnitPlan
+from disttrain_cli.spec.plan import Layout, Plan, Search, UnitPlan
+from disttrain_cli.spec.prediction import Prediction
 from disttrain_cli.spec.profile import Fingerprints, Profile
 from disttrain_cli.spec.runfile import Run, read_run
 from tests.commands.conftest import make_profile

@@ -13,7 +13,7 @@ from disttrain_cli.analysis.analyze import ask
 from disttrain_cli.runtime.hooks import Step
 from disttrain_cli.runtime.resources import Resources, of_device
 from disttrain_cli.runtime.watching.tracing import Tracer
-from disttrain_cli.spec.plan import StageMemory
+from disttrain_cli.spec.prediction import StageMemory
 from disttrain_cli.spec.stage_graph import RankCoords
 from tests.runtime.factory import step_of
 from tests.runtime.watching.test_hang import graph_of

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from disttrain_cli.planning.purchase import Offer
     from disttrain_cli.planning.ranges import Order
     from disttrain_cli.planning.sensitivity import Change, Sensitivity
-    from disttrain_cli.spec.plan import Layout, Plan, Prediction, Traffic, UnitPlan
+    from disttrain_cli.spec.plan import Layout, Plan, UnitPlan
+    from disttrain_cli.spec.prediction import Prediction, Traffic
     from disttrain_cli.spec.runfile import RunFile
 
 
@@ -106,7 +107,7 @@ def mfu_line(predicted: Prediction, idle: bool) -> str:
 
 def show_memory(console: Console, plan: Plan) -> None:
     """Print the parts of the peak memory of every unit's fullest stage."""
-    from disttrain_cli.spec.plan import PARTS
+    from disttrain_cli.spec.prediction import PARTS
 
     fullest = [
         max(

@@ -30,7 +30,8 @@ from pydantic import Field
 
 from disttrain_cli.calls import call
 from disttrain_cli.spec.files import Strict, parse_json, validate
-from disttrain_cli.spec.plan import Layout, Prediction
+from disttrain_cli.spec.plan import Layout
+from disttrain_cli.spec.prediction import Prediction
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.runfile.rehearse import FaultSpec
 

@@ -30,7 +30,8 @@ from disttrain_cli.analysis.walk import Floats, Ints, walk_of
 from disttrain_cli.costs.layout import CostedStage, stages_of
 from disttrain_cli.costs.memoised import memoised
 from disttrain_cli.costs.memory import layout_memory
-from disttrain_cli.spec.plan import Layout, StageMemory, UnitPlan
+from disttrain_cli.spec.plan import Layout, UnitPlan
+from disttrain_cli.spec.prediction import StageMemory
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.trace import Job
 
