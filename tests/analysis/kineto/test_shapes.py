@@ -123,16 +123,7 @@ def test_kernels_are_of_the_operator_that_launched_them_under_the_roof_of_their_
     }
 
     def operator(name, start, duration, **args):
-        return {
-            "ph": "X",
-            "cat": "cpu_op",
-            "name": name,
-            "pid": 100,
-            "tid": 100,
-            "ts": start,
-            "dur": duration,
-            "args": args,
-        }
+        return traces.span(name, start, duration, args=args)
 
     found = [
         operator("aten::matmul", at, 100),
