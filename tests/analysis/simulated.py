@@ -5,8 +5,6 @@ Times follow from the profile through the simulator, slower where a test asks fo
 analysis must find the profile right and the rest as it was put in.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -6,8 +6,6 @@ duration is chosen here, every start follows from the dependencies, so the tests
 plain Python.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The analysis against numbers that are known without it."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,8 +1,6 @@
 """Causes ranked by what mending them gains: in a 9B job whose layout no other one beats, and on
 times made up here."""
 
-from __future__ import annotations
-
 import shutil
 from types import SimpleNamespace
 

@@ -1,8 +1,6 @@
 """Differences beyond the noise of steps: found where they are, and hardly ever where they are
 not."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Verdicts: where a cause lies, and what is honest where the ranks share cores."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

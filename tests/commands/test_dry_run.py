@@ -1,8 +1,6 @@
 """`disttrain train --dry-run --device cuda`: what is found of a plan's stages, and what stands in
 its way."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

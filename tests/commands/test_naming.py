@@ -1,7 +1,5 @@
 """Suggested commands repeat the paths that the user gave, whichever room suggests them."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import re

@@ -1,7 +1,5 @@
 """`disttrain watch` on traces of runs that are over, and beside training."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import shutil

@@ -1,8 +1,6 @@
 """Conversations of a chat template through index, packing and reading, from every form of
 dataset."""
 
-from __future__ import annotations
-
 import base64
 import json
 from collections.abc import Callable

@@ -1,8 +1,6 @@
 """Decoding gives RGB of the promised shape and range, close to an antialiased reference, for every
 kind of file."""
 
-from __future__ import annotations
-
 import io
 import math
 import os

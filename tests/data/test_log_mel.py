@@ -1,7 +1,5 @@
 """Features equal those that transformers makes for Whisper."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Scores of answers and judges of images, of this package and of others."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from importlib.metadata import EntryPoint
 from typing import Any

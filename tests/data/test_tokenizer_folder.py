@@ -1,8 +1,6 @@
 """Folders whose files declare tokens and chat templates in several places: ids, special tokens and
 templates are those of transformers."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

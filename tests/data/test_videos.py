@@ -1,8 +1,6 @@
 """Video files: sizes from headers, chosen frames equal to those of PyAV's plain loop, and what is
 no whole video refused with its reason."""
 
-from __future__ import annotations
-
 import io
 import math
 import subprocess

@@ -1,7 +1,5 @@
 """Numbers of a folder's video processor: which file they come from, and what is refused by name."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

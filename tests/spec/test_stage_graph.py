@@ -1,7 +1,5 @@
 """Every rank has its coordinates; TP groups are next to each other and stay inside a node."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,8 +1,6 @@
 """Which frames of a video are seen, and at which size: as the published classes' own functions
 say."""
 
-from __future__ import annotations
-
 import random
 from types import SimpleNamespace
 from typing import Any

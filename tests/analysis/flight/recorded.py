@@ -1,7 +1,5 @@
 """Dumps of the flight recorder as torch 2.13 writes them (format 2.10), built by hand."""
 
-from __future__ import annotations
-
 import json
 import pickle
 from collections.abc import Sequence

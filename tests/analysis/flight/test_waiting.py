@@ -1,8 +1,6 @@
 """Who waits for whom: batches of messages, coalesced collectives, buffers that have dropped
 entries, and ranks without a dump."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

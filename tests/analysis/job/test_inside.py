@@ -1,7 +1,5 @@
 """What an operation's time is made of: Kineto's files of a run, joined with its rows."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from itertools import product

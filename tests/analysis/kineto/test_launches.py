@@ -1,8 +1,6 @@
 """Launches, queues, kinds of collectives and the critical path of made traces, whose figures are
 known."""
 
-from __future__ import annotations
-
 import pytest
 
 from disttrain_cli.analysis.analyze import analyze, ask

@@ -1,7 +1,5 @@
 """FLOPs counted from recorded shapes are those that torch counts while it runs."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Charts as SVG text: thinned, escaped, with figures that can be read."""
 
-from __future__ import annotations
-
 import itertools
 import re
 

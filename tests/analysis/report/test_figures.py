@@ -1,8 +1,6 @@
 """One figure, one meaning: what the page says in two places is the same, and nothing is 0 that was
 not measured."""
 
-from __future__ import annotations
-
 import json
 import re
 from html import unescape

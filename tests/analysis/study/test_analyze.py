@@ -1,8 +1,6 @@
 """Operation-level traces: the published answers, causes that were put in, and what bad input is
 told."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Interleaved stages: what a made-up job would take in truth, its own event loop says."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

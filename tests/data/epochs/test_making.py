@@ -1,8 +1,6 @@
 """An order is made once for all processes, found again, and made anew where what is there cannot be
 used; the stream is the same all the while."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -1,8 +1,6 @@
 """The third order is as docs/data.md defines it, sample for sample; no sample of a source is left
 out or drawn twice, whatever the phases are."""
 
-from __future__ import annotations
-
 import math
 import tempfile
 from collections import Counter

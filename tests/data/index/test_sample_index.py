@@ -1,7 +1,5 @@
 """The index says what the shards hold, names what it skips, and refuses data that changed."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

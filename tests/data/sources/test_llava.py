@@ -1,8 +1,6 @@
 """Conversations: what cannot be used is named, images stay inside their folder, lists are read in
 pieces."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

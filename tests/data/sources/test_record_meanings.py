@@ -1,8 +1,6 @@
 """Keys that change what a record means are read, or their record is left out by name, whatever form
 of dataset it comes in."""
 
-from __future__ import annotations
-
 import base64
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Sound files in tars and tables: read with their texts, and named where they cannot be used."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pyarrow as pa

@@ -1,7 +1,5 @@
 """Parquet and Arrow: columns are found or asked for, damage is named, the rest is read."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Turns in columns of tables: in whatever type they are, a row means what the same record of a JSON
 means."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Remedies beside the truth: jobs with faults, and the same jobs without one of them, played
 themselves."""
 
-from __future__ import annotations
-
 import itertools
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """A new plan from recorded times, beside the simulated job that it would make."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Other numbers of replicas: what the replay predicts beside the changed job, simulated itself."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np
