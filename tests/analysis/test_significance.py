@@ -7,13 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from disttrain_cli.analysis.significance import (
-    LEVEL,
-    MOST_BATCHES,
-    batches,
-    difference,
-    holm,
-)
+from disttrain_cli.analysis.significance import LEVEL, MOST_BATCHES, batches, difference, holm
 
 
 def test_it_is_welchs_test_of_the_steps() -> None:

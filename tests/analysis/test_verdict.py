@@ -202,9 +202,7 @@ def test_where_all_are_slow_their_clocks_are_named(tmp_path):
     slow = dict.fromkeys(("encoder", "llm", "generator"), 1.2)
     for name, mhz in (("hot", 1300), ("else", 1700)):
         spec = synthetic.Synthetic(
-            unit_factor=slow,
-            clocks=lambda rank, step, mhz=mhz: (mhz, 0x40),
-            profiled_mhz=1700.0,
+            unit_factor=slow, clocks=lambda rank, step, mhz=mhz: (mhz, 0x40), profiled_mhz=1700.0
         )
         synthetic.write(tmp_path / name, spec)
     hot, other = (synthetic.judged(tmp_path / name).verdict.headline for name in ("hot", "else"))

@@ -286,8 +286,7 @@ def test_a_plan_in_place_that_fits_no_more_is_said_to(planned, capsys):
 @pytest.mark.slow
 def test_a_plan_of_another_batch_or_strategy_is_not_compared(planned, capsys):
     code, out, err = call(
-        ["plan", planned, "--strategy", "megatron", "--json", "--out", planned / "b.yaml"],
-        capsys,
+        ["plan", planned, "--strategy", "megatron", "--json", "--out", planned / "b.yaml"], capsys
     )
     assert code == 0 and json.loads(out)["changes"] is None
     assert "it was made for another strategy (disaggregated, now megatron)" in err

@@ -74,10 +74,7 @@ def test_what_was_measured_and_spent_is_said(folder, capsys):
         sizes={"llm": {"1": (64, 129), "2": (0, 36)}},
     )
     profile = make_profile(read_run(folder / "disttrain.yaml").file)
-    for budget_s, over in (
-        (30, ""),
-        (12, "; the first sizes at TP 1 are measured in any case"),
-    ):
+    for budget_s, over in ((30, ""), (12, "; the first sizes at TP 1 are measured in any case")):
         measuring = measuring.model_copy(update={"budget_s": budget_s})
         shown = profile.model_copy(update={"measuring": measuring})
         _render(Console(), shown, folder / "p.json", "")

@@ -48,10 +48,7 @@ class Few(Brightness):
         return super().recognise(images)[1:]
 
 
-INSTALLED = {
-    "disttrain.metrics": ["length", "fails"],
-    "disttrain.judges": ["Brightness", "Few"],
-}
+INSTALLED = {"disttrain.metrics": ["length", "fails"], "disttrain.judges": ["Brightness", "Few"]}
 
 
 @pytest.fixture

@@ -11,12 +11,7 @@ import numpy as np
 import pytest
 
 from disttrain_cli.data import videos
-from disttrain_cli.data.videos import (
-    VideoHeader,
-    decode_frames,
-    read_video_header,
-    stored_header,
-)
+from disttrain_cli.data.videos import VideoHeader, decode_frames, read_video_header, stored_header
 from tests.cases import first_fast
 from tests.data.films import MATRICES, all_frames, av, film, sound_only, trimmed, turned
 

@@ -94,11 +94,7 @@ def test_what_was_filled_in_reads_the_same_again(folder):
         ("config", {"multimodal_projector_bias": False}, "multimodal_projector_bias False"),
         ("config", {"vision_config": None}, "vision_config is used"),
         ("config", {"vision_config": {"model_type": "pixtral"}}, "'pixtral' is not supported"),
-        (
-            "config",
-            {"text_config": {"model_type": "bloom"}},
-            "no pipeline plan of bloom",
-        ),
+        ("config", {"text_config": {"model_type": "bloom"}}, "no pipeline plan of bloom"),
         ("preprocessor", {"do_resize": False}, "do_resize"),
         ("preprocessor", {"do_pad": True}, "do_pad"),
         ("preprocessor", {"size": {"shortest_edge": 16}}, "size differs from"),

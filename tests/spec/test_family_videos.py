@@ -7,10 +7,7 @@ from typing import Any
 import pytest
 
 from disttrain_cli.errors import SpecError
-from disttrain_cli.spec.families.videos import (
-    video_budget,
-    video_processor_fields,
-)
+from disttrain_cli.spec.families.videos import video_budget, video_processor_fields
 
 
 def write(folder: Path, name: str, **fields: Any) -> None:

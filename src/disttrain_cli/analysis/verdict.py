@@ -191,9 +191,7 @@ def _explained(record: Record, finding: Finding) -> Explanation:
         "compute time of all ranks ÷ time of the shared cores", record.losses.crowded, "ratio"
     )
     explanation = explanation._replace(
-        evidence=[*explanation.evidence, figure],
-        advice=_FEWER_RANKS,
-        command=_fewer_ranks(record),
+        evidence=[*explanation.evidence, figure], advice=_FEWER_RANKS, command=_fewer_ranks(record)
     )
     if finding.cause != "host":
         return explanation

@@ -11,10 +11,7 @@ from disttrain_cli.analysis.figures import counted
 from disttrain_cli.api import analyze, holds, open_run, write_perfetto
 from disttrain_cli.api.analysing import folder_of
 from disttrain_cli.commands.analyze_tables import render
-from disttrain_cli.commands.common import (
-    JsonFlag,
-    QuietFlag,
-)
+from disttrain_cli.commands.common import JsonFlag, QuietFlag
 from disttrain_cli.commands.compare_tables import show_comparison
 from disttrain_cli.commands.device_tables import figure
 from disttrain_cli.commands.flight_tables import are_dumps, show_dumps
@@ -55,8 +52,7 @@ def run(
         ),
     ] = None,
     sql: Annotated[
-        str | None,
-        typer.Option(metavar="QUERY", help="Only run one SELECT over the traces."),
+        str | None, typer.Option(metavar="QUERY", help="Only run one SELECT over the traces.")
     ] = None,
     perfetto: Annotated[
         Path | None,

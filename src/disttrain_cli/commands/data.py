@@ -107,8 +107,7 @@ def root(context: typer.Context) -> None:
 def serve(
     run_file: RunFileArgument = DEFAULT_RUN_FILE,
     plan: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Plan to train, instead of the run's."),
+        Path | None, typer.Option(metavar="FILE", help="Plan to train, instead of the run's.")
     ] = None,
     host: Annotated[str, typer.Option(metavar="HOST", help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[

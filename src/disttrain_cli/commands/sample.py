@@ -9,11 +9,7 @@ from typing import Annotated
 import typer
 
 from disttrain_cli.api import sample
-from disttrain_cli.commands.common import (
-    JsonFlag,
-    QuietFlag,
-    SetOption,
-)
+from disttrain_cli.commands.common import JsonFlag, QuietFlag, SetOption
 from disttrain_cli.console import Console
 from disttrain_cli.naming import short_path
 

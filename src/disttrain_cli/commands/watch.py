@@ -44,13 +44,7 @@ def run(
         ),
     ] = None,
     steps: Annotated[
-        int,
-        typer.Option(
-            min=4,
-            max=32,
-            metavar="N",
-            help="Number of last steps to analyse.",
-        ),
+        int, typer.Option(min=4, max=32, metavar="N", help="Number of last steps to analyse.")
     ] = 5,
     every: Annotated[
         float | None,

@@ -245,11 +245,7 @@ class Chat:
         content = messages[number]["content"]
         replaced = absent if isinstance(content, str) else [{"type": "text", "text": absent}]
         other = self._template.render(
-            [
-                *messages[:number],
-                {**messages[number], "content": replaced},
-                *messages[number + 1 :],
-            ]
+            [*messages[:number], {**messages[number], "content": replaced}, *messages[number + 1 :]]
         )
         before, found, after = other.partition(absent)
         end = len(text) - len(after)

@@ -227,10 +227,7 @@ class ImageInput(Head):
     processor: Annotated[
         ImageProcessor | None,
         WithJsonSchema({"anyOf": [ImageProcessor.model_json_schema(), {"type": "null"}]}),
-    ] = Field(
-        None,
-        description="Resizing rule of the published model, if it has one.",
-    )
+    ] = Field(None, description="Resizing rule of the published model, if it has one.")
     video: Annotated[
         VideoProcessor | None,
         WithJsonSchema({"anyOf": [VideoProcessor.model_json_schema(), {"type": "null"}]}),
@@ -527,8 +524,7 @@ class TargetInput(Head):
         description="Precision of prepared latents that replace the image's pixels; or false.",
     )
     buckets: Annotated[
-        Buckets | None,
-        WithJsonSchema({"anyOf": [Buckets.model_json_schema(), {"type": "null"}]}),
+        Buckets | None, WithJsonSchema({"anyOf": [Buckets.model_json_schema(), {"type": "null"}]})
     ] = Field(
         None,
         description="Sizes of the images if they are not all squares; grid is then in patches, and"

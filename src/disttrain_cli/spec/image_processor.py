@@ -58,11 +58,7 @@ class ImageProcessor(Strict):
     )
     patch_px: int | None = Field(None, ge=1, description="budget: side length of its patches.")
     merge: int | None = Field(None, ge=1, description="budget: patches per side of a block.")
-    tokens: int | None = Field(
-        None,
-        ge=1,
-        description="tiles: number of placeholders per tile.",
-    )
+    tokens: int | None = Field(None, ge=1, description="tiles: number of placeholders per tile.")
     tiling: Tiling | None = Field(None, description="tiles: rule of tiling.")
 
     @model_validator(mode="after")

@@ -90,8 +90,7 @@ class LayerShard(Strict):
         " bytes.",
     )
     transient_bytes: Polynomial = Field(
-        default_factory=Polynomial,
-        description="Peak of further bytes that a pass holds at a time.",
+        default_factory=Polynomial, description="Peak of further bytes that a pass holds at a time."
     )
     still_bytes: Polynomial | None = Field(
         None,
@@ -203,8 +202,7 @@ class LayerCost(Strict):
         description="FLOPs of the backward with gradients of inputs only."
     )
     weight_flops: Polynomial = Field(
-        default_factory=Polynomial,
-        description="Part of `backward_flops` that may be deferred.",
+        default_factory=Polynomial, description="Part of `backward_flops` that may be deferred."
     )
     heads: Heads | None = Field(
         None,

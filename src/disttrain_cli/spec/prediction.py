@@ -211,8 +211,7 @@ class Prediction(Strict):
         " messages and recomputation).",
     )
     orchestration_efficiency: float = Field(
-        0.0,
-        description=("MFU ÷ MFU if no device ever waited: ΣFLOPs / Σ(FLOPs / kernel MFU)."),
+        0.0, description=("MFU ÷ MFU if no device ever waited: ΣFLOPs / Σ(FLOPs / kernel MFU).")
     )
     memory_binds: str | None = Field(
         None, description="Unit and stage with the highest memory use, as 'unit stage 0'."

@@ -12,9 +12,7 @@ from disttrain_cli.errors import MismatchError
 from disttrain_cli.spec.files import Strict, parse_json, validate
 from disttrain_cli.spec.heads import Item
 from disttrain_cli.spec.inputs import ModelInputs
-from disttrain_cli.spec.layer_costs import (
-    LayerCost,
-)
+from disttrain_cli.spec.layer_costs import LayerCost
 from disttrain_cli.spec.library_images import LibraryItems
 from disttrain_cli.spec.library_processor import digest_of
 from disttrain_cli.spec.runfile.cluster import ClusterSpec
@@ -303,8 +301,7 @@ class DataProfile(Strict):
     fill_fraction: float = Field(description="Share of tokens that are not padding.")
     images_per_sequence: Distribution
     duplicates: int = Field(
-        0,
-        description="Number of samples that are not used because they duplicate an earlier one.",
+        0, description="Number of samples that are not used because they duplicate an earlier one."
     )
     skipped: int = Field(
         0,
@@ -336,18 +333,14 @@ class DataProfile(Strict):
         description="Fingerprint of each source; a run may be resumed with additional sources.",
     )
     phases: list[PhaseProfile] = Field(
-        default_factory=list,
-        description="Mixture of the sources by first step.",
+        default_factory=list, description="Mixture of the sources by first step."
     )
     goes_on_from: int = Field(
         0,
         description="Step of the checkpoint whose run had different phases; 0 if all of them are"
         " from the run file.",
     )
-    priced_step: int = Field(
-        0,
-        description="First step of the phase that these figures describe.",
-    )
+    priced_step: int = Field(0, description="First step of the phase that these figures describe.")
     losses_to_beat: list[LossToBeat] = Field(
         default_factory=list,
         description="Loss values that successful training must fall below, where known.",

@@ -53,9 +53,7 @@ def message(sequence: int, operation: str, **more: Any) -> dict[str, Any]:
 
 
 def dump(
-    entries: Sequence[dict[str, Any]],
-    groups: dict[str, tuple[str, Sequence[int]]],
-    first: int = 0,
+    entries: Sequence[dict[str, Any]], groups: dict[str, tuple[str, Sequence[int]]], first: int = 0
 ) -> dict[str, Any]:
     """A rank's dump; `first` is the record that the ring buffer begins with."""
     return {

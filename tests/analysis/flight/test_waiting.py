@@ -73,11 +73,7 @@ def cases() -> dict[str, tuple[Ranks, str, list[int]]]:
             "other count",
             [3],
         ),
-        "all have joined a batch": (
-            pipeline([4, 4, 4, 4]),
-            "not finished",
-            [0, 1, 2, 3],
-        ),
+        "all have joined a batch": (pipeline([4, 4, 4, 4]), "not finished", [0, 1, 2, 3]),
         "all has ended": (done, "nothing pending", []),
         "a receive of another size": (
             [

@@ -51,10 +51,7 @@ def test_every_form_gives_the_same_figures(tmp_path):
                         },
                     )
                 ]
-                document["traceEvents"].insert(
-                    0,
-                    traces.span("BAD", traces.BASE_US, 1),
-                )
+                document["traceEvents"].insert(0, traces.span("BAD", traces.BASE_US, 1))
                 path.write_bytes(json.dumps(document).encode().replace(b"BAD", b"\xff\\q\x01"))
         assert same(analyze([tmp_path / form])) == plain, form
 

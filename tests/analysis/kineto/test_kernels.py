@@ -28,11 +28,7 @@ from tests.analysis.kineto import traces
             "communication",
             "all_reduce",
         ),
-        (
-            "moefinalize_allreduce_fusion_kernel_oneshot_lamport",
-            "communication",
-            "all_reduce",
-        ),
+        ("moefinalize_allreduce_fusion_kernel_oneshot_lamport", "communication", "all_reduce"),
         ("void tensorrt_llm::kernels::oneShotAllReduceKernel<8>", "communication", "all_reduce"),
         ("moe_a2a::moeA2ADispatchKernel<32>", "communication", "dispatch"),
         ("userbuffers_fp16_sum_inplace_gpu_rr_rs_oop<8>(int)", "communication", None),

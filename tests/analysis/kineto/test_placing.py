@@ -462,11 +462,7 @@ def test_processes_that_launch_on_devices_of_their_own_are_ranks(
         [path],
         "SELECT rank, list_sort(list(DISTINCT process)) FROM events GROUP BY rank ORDER BY rank",
     ).rows
-    assert launched == [
-        (5, ["102", "5"]),
-        (6, ["101", "6"]),
-        (7, ["100", "7"]),
-    ]
+    assert launched == [(5, ["102", "5"]), (6, ["101", "6"]), (7, ["100", "7"])]
 
 
 @pytest.mark.slow

@@ -83,10 +83,7 @@ def test_the_published_trace_has_a_slow_stage(published):
     even = f"{even_s:.3g} s ({100 * even_s / found.job.iteration_s:.0f} %)"  # as in the table
     assert even in found.verdict.headline and even in found.verdict.advice
     assert rows["saved by equally long stages"] == pytest.approx(even_s)
-    assert set(re.findall(r"[0-9]+ %", found.verdict.headline)) == {
-        "24 %",
-        "13 %",
-    }
+    assert set(re.findall(r"[0-9]+ %", found.verdict.headline)) == {"24 %", "13 %"}
     query = found.verdict.next_command.split('"')[1]
     assert len(ask([published[0]], query).rows) == 8
 

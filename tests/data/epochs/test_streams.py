@@ -165,10 +165,7 @@ def test_no_sample_is_left_out_or_doubled(case: Case, used: int) -> None:
     mixture = case.mixture()
     mixture = replace(
         mixture,
-        phases=(
-            *(phase for phase in mixture.phases if phase.first < used),
-            Phase(used, [1.0]),
-        ),
+        phases=(*(phase for phase in mixture.phases if phase.first < used), Phase(used, [1.0])),
     )
     with case.sized():
         stream = SequenceStream(mixture)

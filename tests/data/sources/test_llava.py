@@ -275,10 +275,7 @@ SAME = [
         "conversations": None,
         "messages": [
             {"role": "system", "content": [{"type": "text", "text": "Be brief."}]},
-            {
-                "role": "user",
-                "content": [{"type": "image", "path": "a.jpg"}, {"text": "hi"}],
-            },
+            {"role": "user", "content": [{"type": "image", "path": "a.jpg"}, {"text": "hi"}]},
             {"role": "assistant", "content": "hello"},
             {"role": "user", "content": ["more"]},
             {

@@ -53,11 +53,7 @@ def schema(text: str = "", image: str = "", other: str = "") -> pa.Schema:
             "img",
             ("txt",),
         ),
-        (
-            pa.schema([("text", pa.binary()), ("image", pa.binary())]),
-            "image",
-            ("text",),
-        ),
+        (pa.schema([("text", pa.binary()), ("image", pa.binary())]), "image", ("text",)),
     ],
 )
 def test_columns_by_type_and_usual_name(

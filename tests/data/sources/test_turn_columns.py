@@ -33,7 +33,7 @@ JSONS = [json.dumps(turn) for turn in OPENAI]
 BY_KEY = {key: [turn[key] for turn in LLAVA] for key in ("from", "value")}
 #: Both, as `datasets` joins them: every turn has all keys.
 PADDED = [
-    *({"from": None, "value": None, **turn, "tool_calls": None, "loss": None} for turn in OPENAI),
+    *({"from": None, "value": None, **turn, "tool_calls": None, "loss": None} for turn in OPENAI)
 ]
 IN_PARTS = [
     {

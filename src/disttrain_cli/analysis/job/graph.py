@@ -14,13 +14,7 @@ from disttrain_cli.analysis.job.costing import shares_cores
 from disttrain_cli.analysis.job.database import Database
 from disttrain_cli.analysis.job.recorded import chosen_steps
 from disttrain_cli.analysis.walk import Feeds, Floats, Ints, Walk, walk_of
-from disttrain_cli.costs.layout import (
-    CostedStage,
-    by_device,
-    optimizer_s,
-    reduce_s,
-    transfers_s,
-)
+from disttrain_cli.costs.layout import CostedStage, by_device, optimizer_s, reduce_s, transfers_s
 from disttrain_cli.costs.overlap import hidden
 from disttrain_cli.schedule.one_f_one_b import inputs
 from disttrain_cli.spec.plan import Layout
@@ -168,9 +162,7 @@ def _together(job: Job | None, units: NDArray[Any]) -> Ints:
 
 
 def _unheard(
-    stages: list[CostedStage],
-    columns: dict[str, Any],
-    received_peer: Floats,
+    stages: list[CostedStage], columns: dict[str, Any], received_peer: Floats
 ) -> tuple[Ints, list[list[tuple[str, int, int]]]]:
     """Return `Graph.unheard` and `Graph.lost`; within a unit only the same replica sends.
 
@@ -281,9 +273,7 @@ def _messages(
 
 
 def _walk(
-    columns: dict[str, Any],
-    table: dict[str, Floats],
-    cuts: list[tuple[int, int]],
+    columns: dict[str, Any], table: dict[str, Floats], cuts: list[tuple[int, int]]
 ) -> Walk | None:
     """Build the graph of how passes wait for each other.
 

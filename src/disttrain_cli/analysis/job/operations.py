@@ -16,13 +16,7 @@ from disttrain_cli.analysis.job.costing import shares_cores
 from disttrain_cli.analysis.job.database import Database
 from disttrain_cli.analysis.job.recorded import expected_s, recorded_pipelines, waited_transfers
 from disttrain_cli.analysis.result.rows import OperationRow
-from disttrain_cli.costs.layout import (
-    CostedStage,
-    by_device,
-    optimizer_s,
-    reduce_s,
-    transfers_s,
-)
+from disttrain_cli.costs.layout import CostedStage, by_device, optimizer_s, reduce_s, transfers_s
 from disttrain_cli.simulation.pipeline import simulate
 from disttrain_cli.spec.stage_graph import cuts_of
 from disttrain_cli.spec.trace import COMPUTE, Job

@@ -21,11 +21,7 @@ from disttrain_cli.analysis.kineto.splitting import Reading, split_events
 from disttrain_cli.calls import call
 from disttrain_cli.errors import DataError
 from disttrain_cli.spec.progress import silent
-from disttrain_cli.spec.trace import (
-    TABLES,
-    TRACE_COLUMNS,
-    Job,
-)
+from disttrain_cli.spec.trace import TABLES, TRACE_COLUMNS, Job
 
 if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection

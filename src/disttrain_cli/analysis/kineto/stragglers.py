@@ -222,10 +222,7 @@ def waited_for(
 
     Further ranks are named if waiting for them costs enough.
     """
-    span_s, sure = (
-        losses.step_s,
-        [one for one in costly if one.sure] or [straggler],
-    )
+    span_s, sure = (losses.step_s, [one for one in costly if one.sure] or [straggler])
     rank, did = (
         straggler.rank,
         {row["is_it"]: row for row in database.query("before", rank=straggler.rank)},

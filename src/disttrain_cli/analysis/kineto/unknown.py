@@ -104,10 +104,7 @@ def unclassified(share: float, database: KinetoDatabase, evidence: list[Evidence
         f"Classify these kernels: add lines such as {_lines(kernels)} to {users_patterns()}, then"
         " analyse again. Until then they count as compute.",
         _KERNELS,
-        [
-            *evidence,
-            Evidence("unclassified kernels", share, "share of the kernels' time"),
-        ],
+        [*evidence, Evidence("unclassified kernels", share, "share of the kernels' time")],
     )
 
 

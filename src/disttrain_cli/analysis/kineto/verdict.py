@@ -29,13 +29,7 @@ from disttrain_cli.analysis.kineto.losses import (
     parts,
     recurring,
 )
-from disttrain_cli.analysis.kineto.stragglers import (
-    costs,
-    matched,
-    mended,
-    unlikely,
-    waited_for,
-)
+from disttrain_cli.analysis.kineto.stragglers import costs, matched, mended, unlikely, waited_for
 from disttrain_cli.analysis.kineto.unknown import (
     LATEST,
     MOST_UNCLASSIFIED,

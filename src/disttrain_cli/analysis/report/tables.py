@@ -173,15 +173,9 @@ def inside(analysis: Analysis) -> str:
         shown,
         [
             ("Stage", lambda row: escape(f"{row.unit} · stage {row.stage}")),
-            (
-                "Operation",
-                lambda row: escape(" ".join(filter(None, (row.operation, row.module)))),
-            ),
+            ("Operation", lambda row: escape(" ".join(filter(None, (row.operation, row.module))))),
             ("Profiled", lambda row: f"{figure(row.profiled_ms)} ms"),
-            (
-                "Usually",
-                lambda row: "–" if row.usual_ms is None else f"{figure(row.usual_ms)} ms",
-            ),
+            ("Usually", lambda row: "–" if row.usual_ms is None else f"{figure(row.usual_ms)} ms"),
             *(
                 (escape(kind), lambda row, kind=kind: percent(row.shares.get(kind, 0.0)))
                 for kind in kinds

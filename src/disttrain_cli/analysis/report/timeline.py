@@ -56,10 +56,7 @@ def drawable(database: Database, step: int, why: str, rank: int | None = None) -
         database.query("lanes", step=step),
         lambda ranks: [
             row
-            | {
-                "kind": kind_of(row["operation"]),
-                "operation": row["operation"].replace("_", " "),
-            }
+            | {"kind": kind_of(row["operation"]), "operation": row["operation"].replace("_", " ")}
             for row in database.query("timeline", step=step, ranks=ranks)
         ],
         length_us,

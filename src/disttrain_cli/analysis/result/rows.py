@@ -66,8 +66,7 @@ class CollectiveRow(Struct, frozen=True, kw_only=True):
 
     name: str
     group: Annotated[
-        str,
-        Meta(description="Name of the process group in the trace, or 'stream' if it has none."),
+        str, Meta(description="Name of the process group in the trace, or 'stream' if it has none.")
     ]
     step: int | None
     index: Annotated[
@@ -240,8 +239,7 @@ class ExpertRow(Struct, frozen=True, kw_only=True):
     load: Annotated[float, Meta(description="Rows of the fullest expert ÷ mean of its layer.")]
     fullest: Annotated[int, Meta(description="Index of the fullest expert.")]
     in_use: Annotated[
-        float,
-        Meta(description="Number of equally full experts whose rows have the same entropy."),
+        float, Meta(description="Number of equally full experts whose rows have the same entropy.")
     ]
     collapsed: Annotated[
         bool, Meta(description="True if the rows choose few more experts than each of them needs.")

@@ -287,11 +287,7 @@ def read_index(run: Run, inputs: ModelInputs) -> Index:
 
 
 def opened(
-    run: Run,
-    inputs: ModelInputs,
-    stored: Stored,
-    listed: Listed,
-    progress: Progress = silent,
+    run: Run, inputs: ModelInputs, stored: Stored, listed: Listed, progress: Progress = silent
 ) -> Index:
     """Open an index whose shards equal those on disk, with the samples of training drawn.
 

@@ -25,12 +25,7 @@ from disttrain_cli.data.sources.chats import (
     texts_of,
     unread_keys,
 )
-from disttrain_cli.data.sources.columns import (
-    LISTS,
-    PAIRS,
-    Columns,
-    is_list,
-)
+from disttrain_cli.data.sources.columns import LISTS, PAIRS, Columns, is_list
 from disttrain_cli.data.sources.files import missing_file
 from disttrain_cli.data.sources.refusals import check_text
 from disttrain_cli.data.sources.samples import (

@@ -93,8 +93,7 @@ class SlurmSpec(Strict):
 
     partition: SlurmWord | None = Field(None, description="Partition of the GPU nodes.")
     cpu_partition: SlurmWord | None = Field(
-        None,
-        description="Partition of the preprocessing nodes; by default that of the GPU nodes.",
+        None, description="Partition of the preprocessing nodes; by default that of the GPU nodes."
     )
     account: SlurmWord | None = Field(None, description="Account to charge.")
     qos: SlurmWord | None = Field(None, description="Quality of service.")
@@ -107,10 +106,7 @@ class SlurmSpec(Strict):
             ),
         ]
         | None
-    ) = Field(
-        None,
-        description="Time limit in Slurm's format, such as 1-12:00:00.",
-    )
+    ) = Field(None, description="Time limit in Slurm's format, such as 1-12:00:00.")
     signal_s: int = Field(
         300,
         ge=10,

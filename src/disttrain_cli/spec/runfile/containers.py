@@ -186,8 +186,7 @@ class KubernetesSpec(Strict):
         " tls_cert and tls_key.",
     )
     token_secret: DnsName | None = Field(
-        None,
-        description="Secret with the key token, mounted at preprocess.token_file.",
+        None, description="Secret with the key token, mounted at preprocess.token_file."
     )
     pod_patch: PodPatch = Field(
         default_factory=PodPatch,
@@ -214,8 +213,7 @@ class SkypilotSpec(Strict):
         " gpus_per_node.",
     )
     image: Image | None = Field(
-        None,
-        description="Docker image, built with the Dockerfile that --emit skypilot writes.",
+        None, description="Docker image, built with the Dockerfile that --emit skypilot writes."
     )
     volume: DnsName | None = Field(
         None,

@@ -139,8 +139,7 @@ class DataSpec(Strict):
         " not for training.",
     )
     curriculum: list[CurriculumPhase] = Field(
-        default_factory=list,
-        description="Phases with different weights of the sources, in order.",
+        default_factory=list, description="Phases with different weights of the sources, in order."
     )
     temperature: float = Field(
         1.0,

@@ -68,10 +68,7 @@ class NoiseSpec(Strict):
         description="logit_normal: mean; values above 0 give more noise, 0 by default.",
     )
     logit_std: float | None = Field(
-        None,
-        gt=0,
-        le=10,
-        description="logit_normal: standard deviation, 1 by default.",
+        None, gt=0, le=10, description="logit_normal: standard deviation, 1 by default."
     )
     mode_scale: float | None = Field(
         None,
@@ -108,8 +105,7 @@ class ModuleSpec(Strict):
         " model's name on Hugging Face: org/name, org/name@revision.",
     )
     pretrained: bool = Field(
-        True,
-        description=("Start from the weights in the folders; false: from random weights."),
+        True, description=("Start from the weights in the folders; false: from random weights.")
     )
     config: dict[str, Any] = Field(
         default_factory=dict, description="Fields of the architecture's configuration class."

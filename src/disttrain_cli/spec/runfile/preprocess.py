@@ -42,8 +42,7 @@ class PreprocessSpec(Strict):
         " grpc+tls://HOST:PORT; if empty, ranks prepare their data themselves.",
     )
     tls_ca: str | None = Field(
-        None,
-        description="CA certificate file (PEM) that signed the workers' certificates.",
+        None, description="CA certificate file (PEM) that signed the workers' certificates."
     )
     token_file: str | None = Field(
         None,

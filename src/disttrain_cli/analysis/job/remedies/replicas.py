@@ -198,10 +198,7 @@ def _times(record: Record, layout: Layout) -> Floats:
         [
             [
                 sum(float(times[0]) for times in part)
-                for part in zip(
-                    *(cost.parts_ms for cost in stage.costs),
-                    strict=True,
-                )
+                for part in zip(*(cost.parts_ms for cost in stage.costs), strict=True)
             ]
             for stage in record.stages
         ]

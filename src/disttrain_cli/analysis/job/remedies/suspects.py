@@ -235,11 +235,7 @@ def _hosts(graph: Graph, why: Explained, where: Mapping[int, Place]) -> list[Sus
         return mended
 
     return by_rank(
-        "host",
-        graph.rank,
-        where,
-        gap + late + (recorded.compute - why.ranked).clip(0.0),
-        mend,
+        "host", graph.rank, where, gap + late + (recorded.compute - why.ranked).clip(0.0), mend
     )
 
 
