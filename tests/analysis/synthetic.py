@@ -187,10 +187,8 @@ def _step(
             ]
             if not all((kind, slot, source) in done for source in sources):
                 continue
-            now, ready = (
-                free[rank],
-                max((done[kind, slot, source] for source in sources), default=0),
-            )
+            now = free[rank]
+            ready = max((done[kind, slot, source] for source in sources), default=0)
             if sources:
                 late = int(spec.late_ms * (slot % 3 == 0) * MS)
                 arrived = max(now, ready) + int(spec.transfer_ms * MS) + late

@@ -45,10 +45,8 @@ def planned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     profile = make_profile(run.file)
     modules, layers = {}, {}
     for name, module in profile.modules.items():
-        kinds, cost = (
-            [info.kind for info in layer_table(run) if info.module == name],
-            next(iter(module.costs.values())),
-        )
+        kinds = [info.kind for info in layer_table(run) if info.module == name]
+        cost = next(iter(module.costs.values()))
         layers[name] = [len(kinds)] if name != "llm" else [2, len(kinds) - 2]
         modules[name] = module.model_copy(
             update={

@@ -181,12 +181,10 @@ def named(**templates: str) -> Edit:
     )
 
 
-JINJA, LEGACY, OF_PROCESSOR, OF_TOKENIZER = (
-    template_files(default=FIRST),
-    put("chat_template.json", {"chat_template": SECOND}),
-    put("processor_config.json", {"chat_template": THIRD}),
-    config(chat_template=THIRD),
-)
+JINJA = template_files(default=FIRST)
+LEGACY = put("chat_template.json", {"chat_template": SECOND})
+OF_PROCESSOR = put("processor_config.json", {"chat_template": THIRD})
+OF_TOKENIZER = config(chat_template=THIRD)
 #: Files; the template of the tokenizer, and that of the processor: a word, or a reason.
 PLACES: dict[str, tuple[Edit, str, str]] = {
     "jinja": (JINJA, "first", "first"),

@@ -464,10 +464,8 @@ def unknown(reason: str) -> Verdict:
 def _calm_advice(
     record: Record, slower: bool, fill: float, remedy: Remedy | None
 ) -> dict[str, str]:
-    advice, command = (
-        "Nothing to fix; more speed needs more GPUs or faster kernels.",
-        "disttrain plan --top 5",
-    )
+    advice = "Nothing to fix; more speed needs more GPUs or faster kernels."
+    command = "disttrain plan --top 5"
     if fill > 0.25:
         advice = (
             f"{100 * fill:.0f} % of the time is the pipeline's warm-up and drain: more slots per"

@@ -271,10 +271,8 @@ class ImageInput(Head):
 
     @property
     def largest(self) -> Grid:
-        side_px, period_px = (
-            math.isqrt(min(self.max_pixels, LARGE_IMAGE_PX)),
-            self.period * self.merge * self.patch_px,
-        )
+        side_px = math.isqrt(min(self.max_pixels, LARGE_IMAGE_PX))
+        period_px = self.period * self.merge * self.patch_px
         side = max(1, side_px // period_px) * self.period
         return side, side
 

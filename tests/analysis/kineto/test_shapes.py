@@ -69,10 +69,8 @@ def test_a_profile_of_torch_counts_what_torch_counts(tmp_path):
     from torch.profiler import ProfilerActivity, profile
     from torch.utils.flop_counter import FlopCounterMode
 
-    image, weight = (
-        torch.randn(2, 4, 9, 11, requires_grad=True),
-        torch.randn(6, 4, 3, 3, requires_grad=True),
-    )
+    image = torch.randn(2, 4, 9, 11, requires_grad=True)
+    weight = torch.randn(6, 4, 3, 3, requires_grad=True)
     query = torch.randn(2, 3, 32, 16, requires_grad=True)
     matrix = torch.randn(12, 20, requires_grad=True)
 

@@ -174,10 +174,8 @@ def test_steps_that_do_not_match_are_left_out(tmp_path, rows):
 
 
 def test_two_jobs_and_damaged_files_are_told_apart(tmp_path, rows):
-    good, other = (
-        megatron.write(tmp_path / "a.parquet", rows),
-        megatron.write(tmp_path / "b.parquet", rows),
-    )
+    good = megatron.write(tmp_path / "a.parquet", rows)
+    other = megatron.write(tmp_path / "b.parquet", rows)
     half = tmp_path / "c'; DROP.parquet"
     half.write_bytes(good.read_bytes()[:500])
     found = analyze_study([good, other, half])

@@ -264,10 +264,8 @@ def _straggle(
     if planned:
         leaving = left_out(database, graph, why, findings, where)
         helps = sorted([*helps, *leaving], key=lambda one: -one.gain_s)
-    measured_s, present = (
-        float(losses.measured.mean()),
-        min(1.0, len(ranks) / expected_ranks(database)),
-    )
+    measured_s = float(losses.measured.mean())
+    present = min(1.0, len(ranks) / expected_ranks(database))
     unexplained = abs(float(losses.lost["unexplained"].mean())) / measured_s
     if unexplained > 0.05:
         database.warnings.append(

@@ -86,11 +86,9 @@ class Collectives:
         held = np.full(at.shape, -np.inf)
         for number, nodes in enumerate(self.members):
             ranks, behind = self.rank_of[nodes], self.behind[nodes]
-            ready, until, waits = (
-                at[ranks] + work[nodes],
-                held[ranks] + work[nodes],
-                self.waits[nodes],
-            )
+            ready = at[ranks] + work[nodes]
+            until = held[ranks] + work[nodes]
+            waits = self.waits[nodes]
             ready, until = (
                 np.where(waits, np.maximum(ready, until), ready),
                 np.where(waits, -np.inf, until),

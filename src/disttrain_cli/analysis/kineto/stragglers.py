@@ -38,10 +38,8 @@ def mended(
         if one is not first and one.gain_s.mean() >= LEAST_STRAGGLER * span_s
     ]
     single = _single_step(first, span_s)
-    gain_s, who = (
-        min(float(first.gain_s.mean()), span_s),
-        name_ranks(sorted(first.ranks)).capitalize(),
-    )
+    gain_s = min(float(first.gain_s.mean()), span_s)
+    who = name_ranks(sorted(first.ranks)).capitalize()
     one, met = len(first.ranks) == 1, _met(losses)
     alone = [
         f" Fixing rank {rank} alone saves {costs(gain, span_s)}."
@@ -173,11 +171,9 @@ def _more_work(ranks: list[int], losses: Losses, database: KinetoDatabase) -> st
 
 def _more(late: Late, span_s: float) -> str:
     """Return a sentence on further ranks that save enough once those before them are fixed."""
-    who, one, cost = (
-        name_ranks(sorted(late.ranks)).capitalize(),
-        len(late.ranks) == 1,
-        costs(float(late.gain_s.mean()), span_s),
-    )
+    who = name_ranks(sorted(late.ranks)).capitalize()
+    one = len(late.ranks) == 1
+    cost = costs(float(late.gain_s.mean()), span_s)
     if late.sure:
         return f" So {'is' if one else 'are'} {who.lower()}: {_last_into(late)}, {cost} more."
     return f" {who} cost{'s' * one} {cost} more, {_last_into(late)}, which may be chance."
@@ -223,17 +219,13 @@ def waited_for(
     Further ranks are named if waiting for them costs enough.
     """
     span_s, sure = (losses.step_s, [one for one in costly if one.sure] or [straggler])
-    rank, did = (
-        straggler.rank,
-        {row["is_it"]: row for row in database.query("before", rank=straggler.rank)},
-    )
+    rank = straggler.rank
+    did = {row["is_it"]: row for row in database.query("before", rank=straggler.rank)}
     met = _met(losses)
     it, others = did[True], did[False]
-    later_s, work_s, when = (
-        it["gap_s"] - others["gap_s"],
-        it["compute_s"] - others["compute_s"],
-        "Before them",
-    )
+    later_s = it["gap_s"] - others["gap_s"]
+    work_s = it["compute_s"] - others["compute_s"]
+    when = "Before them"
     if losses.at_messages > 0.5:
         later_s = work_s = losses.longer_ns(rank) / 1e9
         when = "In a step"

@@ -393,10 +393,8 @@ def drawn_index(spec: DistributionSpec, inputs: ModelInputs) -> Index:
     """Return an index of drawn documents, without files."""
     drawn = draw(spec, inputs)
     documents = len(drawn.segment_start) - 1
-    nowhere, source = (
-        np.zeros(len(drawn.kinds), dtype=np.int64),
-        np.zeros(documents, dtype=np.int64),
-    )
+    nowhere = np.zeros(len(drawn.kinds), dtype=np.int64)
+    source = np.zeros(documents, dtype=np.int64)
     return Index(
         fingerprint=drawn.fingerprint,
         inputs=inputs,

@@ -81,11 +81,9 @@ def leave_out(run: Run, inputs: ModelInputs, broken: Mapping[int, Skipped]) -> I
         DataError: as `build_index`; the index is unchanged.
         MismatchError: a shard was added, removed or changed meanwhile.
     """
-    tokenizer, stored, listed = (
-        checked_tokenizer(run, inputs),
-        read_stored(run.dir.index),
-        list_shards(run),
-    )
+    tokenizer = checked_tokenizer(run, inputs)
+    stored = read_stored(run.dir.index)
+    listed = list_shards(run)
     check_files(stored, states_of(listed.shards), listed.shards)
     write_index(run, inputs, tokenizer, listed.shards, silent, stored, broken)
     return opened(run, inputs, read_stored(run.dir.index), listed)

@@ -70,10 +70,8 @@ def best_share(job: Job) -> float | None:
         return 0.0
     if job.layout.microbatches > MOST_SLOTS:
         return None
-    best, inputs = (
-        Best(job.profile, job.layout, job.gpus_per_node, memory_gib(job)),
-        job.profile.inputs,
-    )
+    best = Best(job.profile, job.layout, job.gpus_per_node, memory_gib(job))
+    inputs = job.profile.inputs
     sizes, now_s, then_s = sizes_of_sample(job.profile.data.sample), 0.0, 0.0
     for number in range(BATCHES):
         batch = sampled_batch(sizes, job.layout.global_batch_size, number)
