@@ -377,13 +377,6 @@ def test_columns_that_are_refused(columns: dict[str, pa.DataType], words: str) -
         find_columns(pa.schema(columns.items()), "data/metadata.parquet")
 
 
-def test_texts_that_are_no_utf8_beside_turns(tmp_path: Path) -> None:
-    texts = pa.array([json.dumps(OPENAI[1:]).encode(), b'["\xff"]'], pa.binary()).view(pa.string())
-    table = pa.table({"messages": texts})
-    said, skipped = read(write_arrow(tmp_path / "a.arrow", table))
-    assert len(said) == 1 and skipped == {"row 1": "text is not UTF-8"}
-
-
 def test_named_columns() -> None:
     form = pa.schema(
         [
