@@ -260,9 +260,9 @@ def terminal_width() -> int | None:
 
     The COLUMNS variable takes precedence over the terminal.
     """
-    given = os.environ.get("COLUMNS", "")
-    if given.isascii() and given.isdigit() and int(given) > 0:
-        return int(given)
+    columns = os.environ.get("COLUMNS", "")
+    if columns.isascii() and columns.isdigit() and int(columns) > 0:
+        return int(columns)
     try:
         return os.get_terminal_size(sys.stdout.fileno()).columns or None
     except (OSError, ValueError):

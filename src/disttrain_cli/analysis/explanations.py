@@ -387,11 +387,11 @@ def _busy(place: Place) -> Explanation:
 
 
 def _unheard(finding: Finding) -> Explanation:
-    whole = {(one.unit, one.stage) for one in finding.places if one.replica is None}
-    names = [f"{unit} stage {stage}" for unit, stage in sorted(whole)] + [
+    whole_stages = {(one.unit, one.stage) for one in finding.places if one.replica is None}
+    names = [f"{unit} stage {stage}" for unit, stage in sorted(whole_stages)] + [
         f"{one.unit} stage {one.stage} replica {one.replica}"
         for one in finding.places
-        if (one.unit, one.stage) not in whole
+        if (one.unit, one.stage) not in whole_stages
     ]
     return Explanation(
         common(finding.places),

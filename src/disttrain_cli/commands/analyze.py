@@ -148,12 +148,12 @@ def _only_one(alone: dict[str, object], others: dict[str, object]) -> None:
     Raises:
         UsageError: an exclusive option is combined with another option.
     """
-    given = [name for name, value in (alone | others).items() if value is not None]
-    if len(given) > 1 and given[0] in alone:
+    options = [name for name, value in (alone | others).items() if value is not None]
+    if len(options) > 1 and options[0] in alone:
         raise UsageError(
-            f"{given[0]} does nothing else, so {' and '.join(given[1:])} would have no effect",
-            f"given: {' '.join(given)}",
-            f"Run disttrain analyze twice: with {given[0]}, and without",
+            f"{options[0]} does nothing else, so {' and '.join(options[1:])} would have no effect",
+            f"given: {' '.join(options)}",
+            f"Run disttrain analyze twice: with {options[0]}, and without",
         )
 
 

@@ -26,17 +26,17 @@ if TYPE_CHECKING:
 
 
 def show_layout(
-    console: Console, plan: Plan, explanation: Explanation, given: int, columns: int
+    console: Console, plan: Plan, explanation: Explanation, available: int, columns: int
 ) -> None:
     """Print the layout: one row per unit."""
     from disttrain_cli.planning.explain import delays, layers
 
     layout, predicted = plan.plan, plan.predicted
-    of = "" if layout.gpus_used == given else f" of {given:,}"
+    of = "" if layout.gpus_used == available else f" of {available:,}"
     title = "Plan" if layout.strategy == "auto" else f"Plan of {layout.strategy}"
     head = f"{title} on {layout.gpus_used:,}{of} devices: {headline(predicted, explanation)}"
     console.say(textwrap.fill(head, columns))
-    console.say(mfu_line(predicted, layout.gpus_used < given))
+    console.say(mfu_line(predicted, layout.gpus_used < available))
     console.say(
         f"{layout.global_batch_size:,} sequences per step = {layout.microbatches:,}"
         f" slot{'s' if layout.microbatches > 1 else ''} ×"

@@ -105,20 +105,20 @@ def _calibrate(
     console: Console, run_file: Path, settings: list[str] | None, recorded: Path, out: Path | None
 ) -> None:
     """Correct the profile of a recorded run by its traces."""
-    made = correct(recorded, open_run(run_file, *settings or ()), out=out)
+    calibrated = correct(recorded, open_run(run_file, *settings or ()), out=out)
     console.result(
-        made.profile.model_dump(mode="json")
+        calibrated.profile.model_dump(mode="json")
         | {
-            "path": str(made.path),
-            "calibration": [change.model_dump(mode="json") for change in made.changes],
-            "notes": made.notes,
+            "path": str(calibrated.path),
+            "calibration": [change.model_dump(mode="json") for change in calibrated.changes],
+            "notes": calibrated.notes,
         },
-        made.path,
+        calibrated.path,
     )
-    console.say(f"Calibrated {made.profile.provenance['calibrated']}")
+    console.say(f"Calibrated {calibrated.profile.provenance['calibrated']}")
     console.grid(
         "Predicted by the profile and measured in the run",
-        made.changes,
+        calibrated.changes,
         [
             ("", lambda change: change.where),
             ("", lambda change: change.what),
@@ -131,11 +131,11 @@ def _calibrate(
             ("after", lambda change: _pct(change.error_after_pct)),
         ],
     )
-    for note in made.notes:
+    for note in calibrated.notes:
         console.note(f"Note: {note}")
     console.note(
-        f"\nWrote {short_path(made.path)}"
-        + (f"; before it: {short_path(made.before)}" if made.before else "")
+        f"\nWrote {short_path(calibrated.path)}"
+        + (f"; before it: {short_path(calibrated.before)}" if calibrated.before else "")
     )
     console.hint(next_command("plan", run_file, profile=out))
 

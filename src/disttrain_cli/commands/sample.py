@@ -82,7 +82,7 @@ def run(
     from disttrain_cli.data.sources.samples import printable
 
     with console.progress() as progress:
-        made = sample(
+        sampled = sample(
             checkpoint,
             prompts=prompts or (),
             images=images or (),
@@ -95,9 +95,9 @@ def run(
             out=out,
             progress=progress,
         )
-    to, drawn = made.path, made.samples
+    to, drawn = sampled.path, sampled.samples
     console.result(drawn.model_dump(mode="json") | {"path": str(to)}, to)
-    console.say(f"Step {drawn.step} of {made.run.file.name}")
+    console.say(f"Step {drawn.step} of {sampled.run.file.name}")
     console.table(
         "Drawn",
         ["prompt", "image", *(["recognised"] if drawn.judge else [])],

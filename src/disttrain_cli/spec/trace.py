@@ -217,9 +217,9 @@ OPEN_SEGMENT = ".arrows"
 def segments_of(folders: Iterable[Path]) -> tuple[list[Path], list[Path]]:
     """Return the completed segments in these folders, and open ones not yet replaced by such."""
     segments = sorted(file for folder in folders for file in folder.glob("segment-*"))
-    whole = [file for file in segments if file.suffix == ".parquet"]
-    replaced = set(whole)
-    return whole, [
+    complete = [file for file in segments if file.suffix == ".parquet"]
+    replaced = set(complete)
+    return complete, [
         file
         for file in segments
         if file.suffix == OPEN_SEGMENT and file.with_suffix(".parquet") not in replaced

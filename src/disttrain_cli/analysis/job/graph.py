@@ -52,14 +52,14 @@ def build_graph(database: Database) -> Graph | None:
         return out
 
     start = spread("start_s")
-    whole = ~np.isnan(start).any(axis=0)
-    if not whole.any():
+    complete = ~np.isnan(start).any(axis=0)
+    if not complete.any():
         database.warnings.append(
             "no step contains every pass of every rank: steps cannot be replayed"
         )
         return None
     table = {
-        name: spread(name)[:, whole]
+        name: spread(name)[:, complete]
         for name in (
             "start_s",
             "duration_s",
@@ -99,7 +99,7 @@ def build_graph(database: Database) -> Graph | None:
             transfer[index] = table["received_s"][index]
     late = np.minimum(table["late_s"], transfer)
     unheard, lost = _unheard(database.stages, columns, table["received_peer"])
-    kept = steps[whole]
+    kept = steps[complete]
     window = np.array([by_step[int(s)]["window_s"] for s in kept])
     # Replicas that share a process of a rehearsal continue when the slowest of them has finished:
     # the gaps are not due to the host.

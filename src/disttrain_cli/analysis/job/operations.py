@@ -36,7 +36,7 @@ def compare_operations(database: Database) -> list[OperationRow]:
     comparisons = [_row(step_ms, **row) for row in rows]
     comparisons.sort(key=lambda row: -abs(row.effect_ms))
     expected = expected_s(database)
-    whole = _row(
+    step_row = _row(
         step_ms,
         unit=None,
         operation="iteration",
@@ -44,7 +44,7 @@ def compare_operations(database: Database) -> list[OperationRow]:
         predicted=1e3 * float(np.mean(list(expected.values()))),
         measured=step_ms,
     )
-    return [whole, *comparisons]
+    return [step_row, *comparisons]
 
 
 def _row(

@@ -174,10 +174,10 @@ def _header(file: Path, header: dict[str, Any]) -> tuple[_Header, int]:
         raise _damaged(file, f"its header is incomplete: {error}") from None
     for row in ours.ranks:
         row.setdefault("cp_rank", 0)  # files written before there was CP
-    whole = all({"rank", *PLACE} <= row.keys() for row in ours.ranks) and all(
+    complete = all({"rank", *PLACE} <= row.keys() for row in ours.ranks) and all(
         _WINDOWS.keys() <= row.keys() for row in ours.windows
     )
-    if not whole or ours.version != VERSION:
+    if not complete or ours.version != VERSION:
         raise _damaged(file, "its header is incomplete or was written by another version")
     return ours, origin
 

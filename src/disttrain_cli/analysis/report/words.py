@@ -59,8 +59,8 @@ def kernel(name: str) -> str:
 
     The page truncates long names, and shows them in full on hover or tap.
     """
-    whole = escape(name[:LONGEST_NAME])
-    return f'<code class="name" tabindex="0" title="{whole}">{whole}</code>'
+    full_name = escape(name[:LONGEST_NAME])
+    return f'<code class="name" tabindex="0" title="{full_name}">{full_name}</code>'
 
 
 def table(

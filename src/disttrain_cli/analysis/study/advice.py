@@ -106,9 +106,9 @@ def _stage(place: Place, graph: StudyGraph, even: str) -> tuple[str, list[Eviden
         even: the saving of equally long stages.
     """
     stage = place.stage
-    of_stage, whole = graph.stage == stage, np.isin(graph.optype, (FORWARD, BACKWARD))
+    of_stage, passes = graph.stage == stage, np.isin(graph.optype, (FORWARD, BACKWARD))
     stages = len(np.unique(graph.stage))
-    share = 1 - graph.taken[whole].mean() / graph.taken[whole & of_stage].mean()
+    share = 1 - graph.taken[passes].mean() / graph.taken[passes & of_stage].mean()
     last = (
         " It is the last stage, which also computes the LM head and the loss."
         if stage == stages - 1
