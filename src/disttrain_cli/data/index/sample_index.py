@@ -304,7 +304,9 @@ def opened(
     of_all = {name: columns[name] for name in (*DERIVED, *OF_PARTS, *OF_FILMS) if name in columns}
     data = run.file.data
     drawn = [counts[f"drawn {number}"] for number in range(len(data.sources))]
-    phases = [(step, weights_of(given, drawn, data.temperature)) for step, given in data.phases()]
+    phases = [
+        (step, weights_of(weights, drawn, data.temperature)) for step, weights in data.phases()
+    ]
     index = Index(
         fingerprint=_fingerprint(run, stored),
         inputs=inputs,

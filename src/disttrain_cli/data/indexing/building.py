@@ -42,8 +42,8 @@ def open_index(run: Run, inputs: ModelInputs, progress: Progress = silent) -> In
     shards = listed.shards
     stored = stored_for(run, inputs, tokenizer, shards)
     if stored and states_of(shards) == [State(*indexed[:4]) for indexed in stored.files]:
-        made = made_for(run, inputs, tokenizer)
-        if extended(stored, made) == made:  # no source has another weight
+        expected = made_for(run, inputs, tokenizer)
+        if extended(stored, expected) == expected:  # no source has another weight
             index = opened(run, inputs, stored, listed, progress)
             check_bad(run, index.sample_count, index.skipped)  # the limit may have changed
             return index

@@ -164,8 +164,8 @@ def _without(
 
 def _read_shard(run: Run, job: Job, samples: int, skipped: list[Skipped]) -> ReadShard:
     state, shard = job.state, job.shard
-    given = run.file.data.sources[state.source].path
-    alone = shard.path in (given, str(run.resolve(given)))
+    source_path = run.file.data.sources[state.source].path
+    alone = shard.path in (source_path, str(run.resolve(source_path)))
     return ReadShard(state.source, shard, job.label, state.size, samples, skipped, alone)
 
 

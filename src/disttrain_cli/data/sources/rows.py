@@ -165,11 +165,11 @@ def _check_null(batch: pa.RecordBatch, columns: Columns, media: str, row: int) -
     Its path is given, or it is in a list, where the indices of later files would change.
     """
     name = columns.files[media]
-    given = _value(batch.column(name)[row])
-    if isinstance(given, list):
-        at = next(at for at, one in enumerate(given) if _bytes(one) is None)
+    value = _value(batch.column(name)[row])
+    if isinstance(value, list):
+        at = next(at for at, one in enumerate(value) if _bytes(one) is None)
         raise ValueError(f"`{name}[{at}]` is null or has no bytes: {media}s are numbered by it")
-    if holds(given):
+    if holds(value):
         raise ValueError(f"the {MEDIA[media].what} is missing")
 
 
@@ -337,8 +337,8 @@ def _conversation(text: str) -> dict[str, Any] | None:
 
 def _row(columns: Columns, said: dict[str, Any], cells: Sequence[Any]) -> Row:
     """Return the row of a text that consists of turns, with the row's files."""
-    given = zip(columns.files, cells, strict=False)
-    files = {name: {"0": cell} for name, cell in given if cell is not None}
+    pairs = zip(columns.files, cells, strict=False)
+    files = {name: {"0": cell} for name, cell in pairs if cell is not None}
     if other := next((name for name in files if name not in ("image", "video")), None):
         raise ValueError(f"`{columns.files[other]}`: audio next to turns is not read from tables")
     return Row(said, {name: files.get(name, {}) for name in ("image", "video")})
