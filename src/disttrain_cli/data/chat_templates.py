@@ -125,7 +125,7 @@ def image_token(
 ) -> str | None:
     """Return the placeholder of an image.
 
-    It is the token of the id `given`, else the one that the tokenizer's folder names, else a common
+    It is the token of the id `token_id`, else the one that the tokenizer's folder names, else a common
     one that the tokenizer has.
     """
     if token_id is not None:
@@ -141,7 +141,7 @@ def image_token(
 def video_token(folder: Path, rules: Rules, token_id: int | None = None) -> str | None:
     """Return the placeholder of a video.
 
-    It is the token of the id `given`, else the one that the model's config.json in the folder
+    It is the token of the id `token_id`, else the one that the model's config.json in the folder
     names, else the common one if the tokenizer has it.
     """
     path = folder / "config.json"

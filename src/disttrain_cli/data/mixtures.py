@@ -15,7 +15,7 @@ def weights_of(weights: Sequence[float], counts: Sequence[int], temperature: flo
     et al. 2020, T5, arXiv 1910.10683, section 3.5.2).
 
     Args:
-        given: weight of each source; returned unchanged at temperature 1.
+        weights: weight of each source; returned unchanged at temperature 1.
         counts: samples of each source that may be drawn.
     """
     drawn = [weight * count for weight, count in zip(weights, counts, strict=True)]

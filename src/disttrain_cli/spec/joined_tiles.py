@@ -151,7 +151,7 @@ def _alone(at: Ints) -> Places:
 def _lines(lines: int, first: int, seen: int, target: int) -> tuple[Ints, Floats]:
     """Return [lines, 2] the output lines to which each input line contributes, and its weights.
 
-    `seen` lines from `first` on are interpolated to `made` (bilinear, as in torch).
+    `seen` lines from `first` on are interpolated to `target` (bilinear, as in torch).
     """
     import numpy as np
 
