@@ -467,11 +467,9 @@ def _ranks(places: list[Place]) -> str:
     shown = names[:MOST_PLACES] + (
         [f"{len(places) - MOST_PLACES} more"] if len(places) > MOST_PLACES else []
     )
-    return (
-        f"Ranks {', '.join(shown[:-1])} and {shown[-1]}"
-        if len(shown) > 1
-        else f"Rank {shown[0]} and others"
-    )
+    if len(shown) > 1:
+        return f"Ranks {', '.join(shown[:-1])} and {shown[-1]}"
+    return f"Rank {shown[0]} and others"
 
 
 def _alone(seconds: Mapping[Name, float]) -> Name | None:

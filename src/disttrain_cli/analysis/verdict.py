@@ -378,8 +378,8 @@ def _own_bubbles(record: Record, findings: Sequence[Finding]) -> list[Evidence]:
     """Return evidence of the saving by an ideal partition of the devices, which no layout has."""
     regained = sum(float(one.gain_s.mean()) for one in findings if one.cause == "unit")
     kept = float(record.losses.lost["unit"].mean()) - regained
-    return (
-        [
+    if kept >= SMALLEST_SHARE * record.measured_s:
+        return [
             Evidence(
                 "the plan's inherent bubbles: whole devices cannot be shared more evenly"
                 " between the units",
@@ -387,9 +387,7 @@ def _own_bubbles(record: Record, findings: Sequence[Finding]) -> list[Evidence]:
                 "s",
             )
         ]
-        if kept >= SMALLEST_SHARE * record.measured_s
-        else []
-    )
+    return []
 
 
 def _helped(record: Record, main: Finding, explanation: Explanation) -> Explanation:

@@ -125,8 +125,8 @@ def image_token(
 ) -> str | None:
     """Return the placeholder of an image.
 
-    It is the token of the id `token_id`, else the one that the tokenizer's folder names, else a common
-    one that the tokenizer has.
+    It is the token of the id `token_id`, else the one that the tokenizer's folder names, else a
+    common one that the tokenizer has.
     """
     if token_id is not None:
         return rules.id_to_token(token_id)

@@ -320,8 +320,6 @@ def _keep(files: list[TraceFile], group: list[TraceFile], why: str) -> list[str]
 
 def _some(files: list[TraceFile]) -> str:
     names = list(dict.fromkeys(file.path for file in files))
-    return (
-        names[0].name
-        if len(names) == 1
-        else f"{names[0].name} and {counted(len(names) - 1, 'more file')}"
-    )
+    if len(names) == 1:
+        return names[0].name
+    return f"{names[0].name} and {counted(len(names) - 1, 'more file')}"

@@ -84,11 +84,9 @@ class Evidence(Struct, frozen=True):
     def shown(self) -> tuple[float, str]:
         """Value and unit for texts: shares in percent."""
         share = self.unit == "share" or self.unit.startswith("share of ")
-        return (
-            (100 * self.value, f"%{self.unit.removeprefix('share')}")
-            if share
-            else (self.value, self.unit)
-        )
+        if share:
+            return (100 * self.value, f"%{self.unit.removeprefix('share')}")
+        return (self.value, self.unit)
 
 
 class Verdict(Struct, frozen=True, kw_only=True):

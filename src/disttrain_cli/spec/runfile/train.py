@@ -75,11 +75,9 @@ class OptimizerSpec(Strict):
     def of(self, module: str) -> OptimizerSpec:
         """Return the settings of one module, or of the projectors."""
         override = self.modules.get(module)
-        return (
-            self
-            if override is None
-            else self.model_copy(update=override.model_dump(exclude_none=True))
-        )
+        if override is None:
+            return self
+        return self.model_copy(update=override.model_dump(exclude_none=True))
 
 
 class CheckpointSpec(Strict):
