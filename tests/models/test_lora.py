@@ -1,7 +1,5 @@
 """Adapters against peft's own on the same models of transformers, and what is refused."""
 
-from __future__ import annotations
-
 import copy
 import re
 from dataclasses import replace

@@ -1,8 +1,6 @@
 """Noise schedules of published folders: each field of each scheduler class that is taken is applied
 as diffusers does, says nothing of training, or is refused."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import warnings

@@ -1,7 +1,5 @@
 """What is refused before a plan is run, and that every refusal names both sides."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

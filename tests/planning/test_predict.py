@@ -1,7 +1,5 @@
 """Predictions: real orderings in, every figure of the prediction consistent with the others."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Plans as a whole: what they hold, what is refused, and what a failure names."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,8 +1,6 @@
 """A run as it would be recorded if its costs were those of another profile: simulated steps,
 written as traces."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Small runs and hand-made plans for the runtime's tests."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

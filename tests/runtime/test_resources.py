@@ -1,7 +1,5 @@
 """Waits and memory of the ranks: rows of the trace, values of a step, and notes of rank 0."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Interleaved 1F1B: its passes, its messages, and the proof that no device waits forever."""
 
-from __future__ import annotations
-
 import pytest
 
 from disttrain_cli.runtime.messages.proof import faults

@@ -1,7 +1,5 @@
 """A device without the kernels that a plan prices is refused before training."""
 
-from __future__ import annotations
-
 import socket
 from pathlib import Path
 from types import SimpleNamespace
