@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from disttrain_cli.app import main
 from disttrain_cli.commands.analyze_tables import MOST_OPERATIONS
 from tests.analysis import synthetic
+from tests.commands import calling
 from tests.runtime.factory import write_run
 
 
@@ -22,10 +22,7 @@ def run_dir(tmp_path_factory):
 
 
 def call(words, capsys):
-    with pytest.raises(SystemExit) as left:
-        main(["analyze", *(str(word) for word in words)])
-    shown = capsys.readouterr()
-    return left.value.code, shown.out, shown.err
+    return calling.call(["analyze", *words], capsys)
 
 
 def test_the_verdict_comes_first_and_the_report_last(run_dir, capsys):

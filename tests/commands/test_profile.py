@@ -7,23 +7,16 @@ import pytest
 import yaml
 
 from disttrain_cli.api.presets import preset_text
-from disttrain_cli.app import main
 from disttrain_cli.commands.profile import CATALOGUE, _render
 from disttrain_cli.console import Console
 from disttrain_cli.costs.hardware import catalogue
 from disttrain_cli.profiling.recorded_data import with_data
 from disttrain_cli.spec.profile import Measuring, read_profile
 from disttrain_cli.spec.runfile import read_run
+from tests.commands.calling import call
 from tests.commands.conftest import make_profile
 from tests.data.dataset import interleaved, text, write_dataset, write_tar
 from tests.profiling.recorded import Recording, layout, retimed, sequences_with, with_layers
-
-
-def call(words, capsys):
-    with pytest.raises(SystemExit) as left:
-        main([str(word) for word in words])
-    shown = capsys.readouterr()
-    return left.value.code, shown.out, shown.err
 
 
 @pytest.fixture

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from disttrain_cli.app import main
 from disttrain_cli.commands.steps import LiveStep
 from disttrain_cli.errors import RankFailedError, RankLostError, UsageError
 from disttrain_cli.runtime import train as training
 from disttrain_cli.runtime.launching.supervise import Planned
 from disttrain_cli.spec.runfile import read_run
+from tests.commands.calling import call
 
 STEPS = [
     {
@@ -31,13 +31,6 @@ STEPS = [
     }
     for number in range(3)
 ]
-
-
-def call(words, capsys):
-    with pytest.raises(SystemExit) as left:
-        main([str(word) for word in words])
-    shown = capsys.readouterr()
-    return left.value.code, shown.out, shown.err
 
 
 @pytest.fixture
