@@ -153,7 +153,8 @@ def _engine(payload: dict[str, Any], device: Any) -> Any:
     from disttrain_cli.models.graph import layer_table
     from disttrain_cli.runtime.engine.assemble import build_engine
     from disttrain_cli.runtime.watching.tracing import Tracer, wall_clock
-    from disttrain_cli.spec.plan import Layout, Plan, Prediction, Search, UnitPlan
+    from disttrain_cli.spec.plan import Layout, Plan, Search, UnitPlan
+    from disttrain_cli.spec.prediction import Prediction
     from disttrain_cli.spec.profile import Fingerprints
     from disttrain_cli.spec.runfile import read_run
     from disttrain_cli.spec.stage_graph import stage_graph

@@ -43,7 +43,8 @@ from disttrain_cli.planning.solve import cluster_of, ranking, solve, solve_for
 from disttrain_cli.planning.units import Cluster, groupings
 from disttrain_cli.profiling.analytic import analytic_profile
 from disttrain_cli.simulation.timeline import Pipeline
-from disttrain_cli.spec.plan import Layout, Prediction, Strategy
+from disttrain_cli.spec.plan import Layout, Strategy
+from disttrain_cli.spec.prediction import Prediction
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.runfile import Run, RunFile, read_run
 from disttrain_cli.spec.shape import ParallelShape

@@ -20,7 +20,8 @@ from disttrain_cli.planning.partition import fewest_stages
 from disttrain_cli.planning.predict import predict
 from disttrain_cli.planning.search import Candidate, SearchResult, search
 from disttrain_cli.planning.units import Cluster, Unit, groupings, holder_of, units_after
-from disttrain_cli.spec.plan import Layout, Prediction
+from disttrain_cli.spec.plan import Layout
+from disttrain_cli.spec.prediction import Prediction
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.shape import ParallelShape
 

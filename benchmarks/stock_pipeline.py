@@ -150,7 +150,8 @@ def _ours(
     from disttrain_cli.runtime.engine.optimizer import set_lrs
     from disttrain_cli.runtime.watching.tracing import Tracer, wall_clock
     from disttrain_cli.spec.index import KINDS
-    from disttrain_cli.spec.plan import Layout, Plan, Prediction, Search, UnitPlan
+    from disttrain_cli.spec.plan import Layout, Plan, Search, UnitPlan
+    from disttrain_cli.spec.prediction import Prediction
     from disttrain_cli.spec.profile import Fingerprints
     from disttrain_cli.spec.stage_graph import stage_graph
 

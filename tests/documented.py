@@ -1,7 +1,5 @@
 """Commands that pages print, as they stand there, and a wheel to run them from."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

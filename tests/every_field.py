@@ -6,8 +6,6 @@ something only together with other fields; a new field of the run file needs not
 is such a one.
 """
 
-from __future__ import annotations
-
 import random
 import typing
 from collections.abc import Collection, Iterable, Iterator

@@ -1,7 +1,5 @@
 """A Hugging Face of our own on loopback: the few answers that `snapshot_download` asks for."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import threading

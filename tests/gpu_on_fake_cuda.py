@@ -1,7 +1,5 @@
 """A part of `benchmarks.gpu` on a fake CUDA device of which every call takes 20 ms."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch

@@ -1,7 +1,5 @@
 """Tiny folders of whole models of families that are known by the library alone."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from functools import partial

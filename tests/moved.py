@@ -3,8 +3,6 @@
 It shares nothing with `models.operators`, which prices them.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

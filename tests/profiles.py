@@ -1,7 +1,5 @@
 """Parts of synthetic profiles that the tests of several rooms share."""
 
-from __future__ import annotations
-
 from disttrain_cli.spec.layer_costs import HidingPass, LayerCost, LayerShard, Polynomial
 from disttrain_cli.spec.profile import (
     DataProfile,

@@ -4,8 +4,6 @@ never with a bug.
 The run files are drawn over the schema, not listed: a new field takes part by itself.
 """
 
-from __future__ import annotations
-
 import copy
 import signal
 from collections.abc import Iterator

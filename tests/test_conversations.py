@@ -1,7 +1,5 @@
 """Conversations from profile to sample: trained by a chat template, answered at the end."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,8 +1,6 @@
 """Every command that README, tour and how-tos print, run as it stands there from an installed
 wheel, in a folder for each page."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -1,8 +1,6 @@
 """Every documented field of the run file through the whole chain, in run files that are drawn from
 the schema."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

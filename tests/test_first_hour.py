@@ -1,8 +1,6 @@
 """Own data in three public forms, from `init --folder --data` to an export that answers, without
 editing a file."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import subprocess

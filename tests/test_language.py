@@ -1,7 +1,5 @@
 """Docstrings say what a thing is or does: none begins with a question word or a dangling "of"."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

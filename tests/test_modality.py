@@ -1,7 +1,5 @@
 """A modality that the package does not know, from a package of its own, through the whole chain."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

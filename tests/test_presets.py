@@ -1,8 +1,6 @@
 """Every preset that ships: it is read, its model is put together, its data are drawn, its device is
 known."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Collection
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Planners by rule, which benchmarks compare with."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

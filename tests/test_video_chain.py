@@ -1,8 +1,6 @@
 """Videos as a user trains on them: profile, plan, train and analyze as processes, and the loss is
 transformers' own."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

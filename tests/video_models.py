@@ -4,8 +4,6 @@ Its video processors need torchvision, so their pure functions are taken from th
 sampling and `smart_resize`. Frames are resized by PIL, as the data do.
 """
 
-from __future__ import annotations
-
 import ast
 import io
 import math

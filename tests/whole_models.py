@@ -1,8 +1,6 @@
 """Tiny whole vision-language models with random weights, as transformers saves them, and runs from
 their folders."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -20,18 +20,19 @@ import re
 import sys
 import textwrap
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from decimal import Decimal
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
     from disttrain_cli.spec.progress import Progress
 
+Row = TypeVar("Row")
 PLAIN_LINE_EVERY_S = 5.0  # period of progress lines without a terminal
 #: Terminal control characters, changes of writing direction and non-characters, which names from
 #: files may contain.
@@ -70,6 +71,16 @@ class Console:
         """Print a table of the result, for people; nothing where there are no rows."""
         if rows:
             self.say(f"\n{title}\n{format_table(headers, rows, terminal_width())}")
+
+    def grid(
+        self,
+        title: str,
+        rows: Iterable[Row],
+        columns: Sequence[tuple[str, Callable[[Row], object]]],
+    ) -> None:
+        """Print a `table` whose columns are headers and what they show of a row."""
+        cells = [[cell(row) for _, cell in columns] for row in rows]
+        self.table(title, [header for header, _ in columns], cells)
 
     def result(self, document: BaseModel | dict[str, Any], path: Path | str = "") -> None:
         """Print the result for programs: JSON with `--json`, the bare `path` with `--quiet`."""
@@ -249,9 +260,9 @@ def terminal_width() -> int | None:
 
     The COLUMNS variable takes precedence over the terminal.
     """
-    given = os.environ.get("COLUMNS", "")
-    if given.isascii() and given.isdigit() and int(given) > 0:
-        return int(given)
+    columns = os.environ.get("COLUMNS", "")
+    if columns.isascii() and columns.isdigit() and int(columns) > 0:
+        return int(columns)
     try:
         return os.get_terminal_size(sys.stdout.fileno()).columns or None
     except (OSError, ValueError):

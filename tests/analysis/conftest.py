@@ -1,7 +1,5 @@
 """Fixtures of the analysis tests: a clean run, written once."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Traces that grow: those of a folder, written again step by step as ranks write theirs."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path

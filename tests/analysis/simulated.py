@@ -5,8 +5,6 @@ Times follow from the profile through the simulator, slower where a test asks fo
 analysis must find the profile right and the rest as it was put in.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +21,8 @@ from disttrain_cli.simulation.faults import begun, inject
 from disttrain_cli.simulation.pipeline import simulate
 from disttrain_cli.simulation.step import fed, pipeline_of
 from disttrain_cli.simulation.timeline import Pipeline, Timeline
-from disttrain_cli.spec.plan import Layout, Prediction, StageTime, UnitPlan
+from disttrain_cli.spec.plan import Layout, UnitPlan
+from disttrain_cli.spec.prediction import Prediction, StageTime
 from disttrain_cli.spec.profile import Profile, SizeSample
 from disttrain_cli.spec.runfile.rehearse import FaultSpec
 from disttrain_cli.spec.trace import (

@@ -6,8 +6,6 @@ duration is chosen here, every start follows from the dependencies, so the tests
 plain Python.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -22,7 +20,8 @@ from disttrain_cli.analysis.job.database import open_database
 from disttrain_cli.analysis.result.summary import Analysis
 from disttrain_cli.spec.inputs import ModelInputs
 from disttrain_cli.spec.layer_costs import Polynomial
-from disttrain_cli.spec.plan import Layout, Prediction, UnitPlan, UnitTime
+from disttrain_cli.spec.plan import Layout, UnitPlan
+from disttrain_cli.spec.prediction import Prediction, UnitTime
 from disttrain_cli.spec.profile import (
     DeviceProfile,
     Fingerprints,
@@ -188,10 +187,8 @@ def _step(
             ]
             if not all((kind, slot, source) in done for source in sources):
                 continue
-            now, ready = (
-                free[rank],
-                max((done[kind, slot, source] for source in sources), default=0),
-            )
+            now = free[rank]
+            ready = max((done[kind, slot, source] for source in sources), default=0)
             if sources:
                 late = int(spec.late_ms * (slot % 3 == 0) * MS)
                 arrived = max(now, ready) + int(spec.transfer_ms * MS) + late

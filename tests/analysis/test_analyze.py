@@ -1,11 +1,9 @@
 """The analysis against numbers that are known without it."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
-from msgspec.structs import asdict
+from msgspec.structs import asdict, replace
 
 from disttrain_cli.analysis.analyze import analyze
 from disttrain_cli.analysis.compare import compare
@@ -209,37 +207,23 @@ def test_compare(tmp_path, analysis):
     assert rows["stragglers.lost_s.data"].after > 100 * rows["stragglers.lost_s.data"].before
 
 
-def test_compare_shows_neither_zeros_that_were_not_measured_nor_percentages_of_another_sign(
-    analysis,
-):
-    from msgspec.structs import replace
-
-    lost = analysis.stragglers.lost_s
-    other = replace(
-        analysis,
-        stragglers=replace(
-            analysis.stragglers, lost_s=lost | {"unit": 0.0, "host": -0.5}, not_recorded=["unit"]
-        ),
+def test_compare_shows_neither_zeros_that_were_not_measured_nor_percentages_of_nothing(analysis):
+    lost = analysis.stragglers.lost_s | {"unit": 0.1, "host": 1.0, "data": 0.2, "worker": 0.0015}
+    little = {"unit": 0.0, "host": -0.5, "data": 0.1, "worker": 1e-14}
+    after = replace(analysis, stragglers=replace(analysis.stragglers, lost_s=lost))
+    told = replace(analysis.stragglers, lost_s=lost | little, not_recorded=["unit"])
+    rows = {row.what: row for row in compare(replace(analysis, stragglers=told), after)}
+    unit, host, data, worker = (
+        rows[f"stragglers.lost_s.{cause}"] for cause in ("unit", "host", "data", "worker")
     )
-    rows = {
-        row.what: row
-        for row in compare(
-            other,
-            replace(analysis, stragglers=replace(analysis.stragglers, lost_s=lost | {"host": 1.0})),
-        )
-    }
-    assert (
-        rows["stragglers.lost_s.unit"].before is None
-        and rows["stragglers.lost_s.unit"].after == lost["unit"]
-    )
-    assert (rows["stragglers.lost_s.host"].before, rows["stragglers.lost_s.host"].change_pct) == (
-        -0.5,
-        None,
-    )
+    assert (unit.before, unit.after) == (None, 0.1)
+    assert (host.before, host.change_pct) == (-0.5, None)  # of another sign
+    assert data.change_pct == pytest.approx(100) and worker.change_pct is None
 
 
 def test_json_has_the_promised_keys(analysis):
     plain = analysis.to_json()
+    assert {"units", "warnings"} <= set(plain)
     assert {
         "ranks",
         "steps",

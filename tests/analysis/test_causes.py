@@ -1,8 +1,6 @@
 """Causes ranked by what mending them gains: in a 9B job whose layout no other one beats, and on
 times made up here."""
 
-from __future__ import annotations
-
 import shutil
 from types import SimpleNamespace
 
@@ -15,7 +13,7 @@ from disttrain_cli.analysis.analyze import analyze
 from disttrain_cli.analysis.causes import Finding, Suspect, find_causes
 from disttrain_cli.analysis.confidence import CALIBRATION, FLOOR, calibrated, exceeds, known
 from disttrain_cli.analysis.explanations import explain
-from disttrain_cli.analysis.job.remedies.ordering import best_share
+from disttrain_cli.analysis.job.remedies.reordering import best_share
 from disttrain_cli.analysis.result.verdicts import Place
 from disttrain_cli.errors import DataError
 from disttrain_cli.spec.runfile.rehearse import FaultSpec

@@ -1,7 +1,5 @@
 """Two runs side by side by operation and by kernel: own, Kineto, operations, and mixed."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

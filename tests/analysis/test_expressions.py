@@ -1,7 +1,5 @@
 """`--fail-if`: comparisons of measured numbers, and nothing more."""
 
-from __future__ import annotations
-
 import pytest
 
 from disttrain_cli.analysis.analyze import analyze

@@ -1,7 +1,5 @@
 """Counts and ranks in sentences: nouns and verbs agree with their number."""
 
-from __future__ import annotations
-
 import pytest
 
 from disttrain_cli.analysis.figures import agree, counted, name_ranks

@@ -1,7 +1,5 @@
 """What a path holds is told by its files."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

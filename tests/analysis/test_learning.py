@@ -1,8 +1,6 @@
 """Verdicts on synthetic losses: each fault is found, and a healthy run is not called bad at any of
 its steps."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

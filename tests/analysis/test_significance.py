@@ -1,21 +1,13 @@
 """Differences beyond the noise of steps: found where they are, and hardly ever where they are
 not."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from disttrain_cli.analysis.significance import (
-    LEVEL,
-    MOST_BATCHES,
-    batches,
-    difference,
-    holm,
-)
+from disttrain_cli.analysis.significance import LEVEL, MOST_BATCHES, batches, difference, holm
 
 
 def test_it_is_welchs_test_of_the_steps() -> None:

@@ -1,7 +1,5 @@
 """Verdicts: where a cause lies, and what is honest where the ranks share cores."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest
@@ -204,9 +202,7 @@ def test_where_all_are_slow_their_clocks_are_named(tmp_path):
     slow = dict.fromkeys(("encoder", "llm", "generator"), 1.2)
     for name, mhz in (("hot", 1300), ("else", 1700)):
         spec = synthetic.Synthetic(
-            unit_factor=slow,
-            clocks=lambda rank, step, mhz=mhz: (mhz, 0x40),
-            profiled_mhz=1700.0,
+            unit_factor=slow, clocks=lambda rank, step, mhz=mhz: (mhz, 0x40), profiled_mhz=1700.0
         )
         synthetic.write(tmp_path / name, spec)
     hot, other = (synthetic.judged(tmp_path / name).verdict.headline for name in ("hot", "else"))
@@ -215,9 +211,9 @@ def test_where_all_are_slow_their_clocks_are_named(tmp_path):
 
 
 def test_shares_are_shown_in_percent():
-    assert Evidence(what="steps", value=0.75, unit="share of steps").shown == (75.0, "% of steps")
-    assert Evidence(what="chance", value=0.5, unit="share").shown == (50.0, "%")
-    assert Evidence(what="a step", value=0.5, unit="s").shown == (0.5, "s")
+    assert Evidence("steps", 0.75, "share of steps").shown == (75.0, "% of steps")
+    assert Evidence("chance", 0.5, "share").shown == (50.0, "%")
+    assert Evidence("a step", 0.5, "s").shown == (0.5, "s")
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """Views of operation-level traces are documented like those of the others."""
 
-from __future__ import annotations
-
 from disttrain_cli.analysis.analyze import ask
 from disttrain_cli.analysis.views import documented_views
 from tests.analysis.study import megatron

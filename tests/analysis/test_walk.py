@@ -1,7 +1,5 @@
 """The replay engine against the recursion that it stands for."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from disttrain_cli.app import main
 from disttrain_cli.commands.analyze_tables import MOST_OPERATIONS
 from tests.analysis import synthetic
+from tests.commands import calling
 from tests.runtime.factory import write_run
 
 
@@ -22,10 +22,7 @@ def run_dir(tmp_path_factory):
 
 
 def call(words, capsys):
-    with pytest.raises(SystemExit) as left:
-        main(["analyze", *(str(word) for word in words)])
-    shown = capsys.readouterr()
-    return left.value.code, shown.out, shown.err
+    return calling.call(["analyze", *words], capsys)
 
 
 def test_the_verdict_comes_first_and_the_report_last(run_dir, capsys):
@@ -50,49 +47,6 @@ def test_a_run_files_folder_is_its_run(run_dir, capsys):
     write_run(top, top, name="demo")
     code, out, _ = call([top, *count], capsys)
     assert code == 0 and out == call([run_dir, *count], capsys)[1]
-
-
-def test_json_has_the_promised_keys(run_dir, capsys):
-    code, out, _ = call([run_dir, "--json", "--quiet"], capsys)
-    document = json.loads(out)
-    assert code == 0 and {
-        "job",
-        "units",
-        "stragglers",
-        "verdict",
-        "ranks",
-        "what_if",
-        "warnings",
-    } <= set(document)
-    assert {
-        "ranks",
-        "steps",
-        "iteration_s",
-        "mfu",
-        "bubble_fraction",
-        "exposed_communication_fraction",
-    } <= set(document["job"])
-    assert {
-        "unit",
-        "intra_microbatch",
-        "inter_microbatch",
-        "stage",
-        "worker",
-        "communication",
-        "data",
-        "host",
-        "unexplained",
-    } <= set(document["stragglers"]["lost_s"])
-    assert {"cause", "place", "confidence", "evidence", "advice"} <= set(document["verdict"])
-    assert {
-        "rank",
-        "span_us",
-        "idle_us",
-        "compute_us",
-        "non_compute_us",
-        "overlap_pct",
-        "collective_wait_us",
-    } <= set(document["ranks"][0])
 
 
 def test_operations_are_shown_the_largest_error_first(run_dir, capsys):

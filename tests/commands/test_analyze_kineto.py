@@ -101,11 +101,3 @@ def test_names_steer_no_terminal(tmp_path, capsys):
 def test_a_file_that_is_no_trace_is_an_error_of_the_user(tmp_path, capsys):
     code, _, err = call([traces.write(tmp_path / "x.json", "{}")], capsys)
     assert code == 1 and "x.json contains no traceEvents" in err
-
-
-@pytest.mark.slow
-def test_a_page_for_such_traces(slow_rank, tmp_path, capsys):
-    page = tmp_path / "page.html"
-    assert call([slow_rank, "--html", page], capsys)[0] == 0
-    text = page.read_text(encoding="utf-8")
-    assert "Rank 2 is the straggler" in text and "bubble" not in text

@@ -3,7 +3,6 @@ nothing."""
 
 import pytest
 
-from disttrain_cli.analysis.compare import compare
 from disttrain_cli.analysis.kineto.unknown import of_step
 from disttrain_cli.commands.analyze_tables import change, figure
 
@@ -46,26 +45,3 @@ def test_a_time_of_a_step_has_the_unit_that_fits():
         of_step(0.000152, 0.0102, False)
         == "152 µs of the 10.2 ms from the first kernel to the last (1 %)"
     )
-
-
-def test_nothing_before_is_no_base_of_a_percentage(clean_analysis):
-    from msgspec.structs import replace
-
-    told = replace(clean_analysis.stragglers, not_recorded=[])
-    before = replace(clean_analysis, stragglers=replace(told, lost_s={"host": 1e-14, "data": 0.1}))
-    after = replace(clean_analysis, stragglers=replace(told, lost_s={"host": 0.0015, "data": 0.2}))
-    rows = {row.what: row.change_pct for row in compare(before, after)}
-    assert rows["stragglers.lost_s.host"] is None and rows[
-        "stragglers.lost_s.data"
-    ] == pytest.approx(100)
-
-
-@pytest.fixture(scope="module")
-def clean_analysis(tmp_path_factory):
-    """A small analysis of another program's trace."""
-    from disttrain_cli.analysis.analyze import analyze
-    from tests.analysis.kineto import traces
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        return analyze(traces.job(tmp_path_factory.mktemp("job"), [[400, 400]]))

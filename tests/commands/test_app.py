@@ -10,7 +10,7 @@ import pytest
 
 from disttrain_cli import __version__
 from disttrain_cli.api.starting import MODELINE
-from disttrain_cli.app import command_names, main
+from disttrain_cli.app import command_names
 from disttrain_cli.commands import plan as plan_command
 from disttrain_cli.errors import (
     ConditionHoldsError,
@@ -23,16 +23,9 @@ from disttrain_cli.errors import (
     UsageError,
 )
 from tests.cases import first_fast
+from tests.commands.calling import call
 
 COMMANDS = [name for name in command_names() if name != "data"]  # a group, whose commands are there
-
-
-def call(words, capsys):
-    """Exit code, stdout and stderr of one command line, in this process."""
-    with pytest.raises(SystemExit) as left:
-        main(words)
-    shown = capsys.readouterr()
-    return left.value.code, shown.out, shown.err
 
 
 def test_the_commands_are_the_promised_ones():

@@ -177,3 +177,15 @@ def test_letters_that_a_stream_lacks_become_the_nearest():
         "TP×DP×PP: 1×2×1 → 2×1×1, 3 µs – 模".encode("ascii", "nearest")
         == b"TPxDPxPP: 1x2x1 > 2x1x1, 3 us - ?"
     )
+
+
+def test_a_grid_has_a_cell_of_every_row_below_each_header(capsys):
+    Console().grid("Units", ["llm", "eye"], [("name", lambda row: row), ("letters", len)])
+    Console().grid("Nothing", [], [("name", str)])
+    assert [line.split() for line in capsys.readouterr().out.splitlines()[1:]] == [
+        ["Units"],
+        ["name", "letters"],
+        ["----", "-------"],
+        ["llm", "3"],
+        ["eye", "3"],
+    ]

@@ -61,11 +61,7 @@ def test_a_run_without_the_option_is_told_how_to_set_it(demo, capsys):
 @pytest.mark.slow
 def test_the_chain_runs_with_prepared_latents_and_asks_for_them(demo, capsys, monkeypatch):
     monkeypatch.setattr(sizes, "SEQUENCES", 24)
-    assert said(capsys, "profile")["modules"].keys() == {
-        "image_encoder",
-        "llm",
-        "image_generator",
-    }
+    assert said(capsys, "profile")["modules"].keys() == {"image_encoder", "llm", "image_generator"}
     assert "plan" in said(capsys, "plan")
     code, _, err = call(["train"], capsys)
     assert code == 1 and "There are no latents for image_generator" in err

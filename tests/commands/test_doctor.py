@@ -49,17 +49,9 @@ def test_an_environment_that_serves(call):
 @pytest.mark.parametrize(
     ("name", "value", "what"),
     [
-        (
-            f"{DOCTOR}._torch",
-            lambda: {"error": "ImportError: no libtorch"},
-            "torch",
-        ),
+        (f"{DOCTOR}._torch", lambda: {"error": "ImportError: no libtorch"}, "torch"),
         (f"{DOCTOR}.cuda_devices", lambda: 8, "GPUs"),
-        (
-            f"{DOCTOR}._torch",
-            lambda: TORCH | {"devices": [["H100", 79.1]], "cuda": "12.8"},
-            "NCCL",
-        ),
+        (f"{DOCTOR}._torch", lambda: TORCH | {"devices": [["H100", 79.1]], "cuda": "12.8"}, "NCCL"),
         ("importlib.metadata.requires", lambda name: ["torch>=99", "typer"], "torch"),
         ("importlib.metadata.requires", lambda name: ["no-such-package>=1"], "no-such-package"),
     ],

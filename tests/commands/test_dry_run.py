@@ -1,8 +1,6 @@
 """`disttrain train --dry-run --device cuda`: what is found of a plan's stages, and what stands in
 its way."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -47,10 +45,8 @@ def planned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     profile = make_profile(run.file)
     modules, layers = {}, {}
     for name, module in profile.modules.items():
-        kinds, cost = (
-            [info.kind for info in layer_table(run) if info.module == name],
-            next(iter(module.costs.values())),
-        )
+        kinds = [info.kind for info in layer_table(run) if info.module == name]
+        cost = next(iter(module.costs.values()))
         layers[name] = [len(kinds)] if name != "llm" else [2, len(kinds) - 2]
         modules[name] = module.model_copy(
             update={

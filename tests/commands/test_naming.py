@@ -1,7 +1,5 @@
 """Suggested commands repeat the paths that the user gave, whichever room suggests them."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import re
@@ -11,10 +9,9 @@ from pathlib import Path
 import pytest
 
 import disttrain_cli
-from disttrain_cli.app import main
 from disttrain_cli.naming import with_named
 from tests.analysis import synthetic
-from tests.commands.test_analyze import call
+from tests.commands.calling import call
 
 ELSEWHERE = Path("some where/demo.yaml")
 
@@ -73,15 +70,8 @@ def test_errors_of_every_command_name_the_users_run_file(run_folder, capsys, mon
     shutil.rmtree(run_folder / "runs")
     given = run_folder.name
     for command in ("plan", "train --resume", "data serve"):  # the profile or the plan is missing
-        code, _, err = call_any([*command.split(), given], capsys)
+        code, _, err = call([*command.split(), given], capsys)
         assert code == 1 and re.search(rf"disttrain (profile|plan) {given}\b", err), (command, err)
-
-
-def call_any(words, capsys):
-    with pytest.raises(SystemExit) as left:
-        main(words)
-    shown = capsys.readouterr()
-    return left.value.code, shown.out, shown.err
 
 
 @pytest.mark.slow
@@ -92,7 +82,7 @@ def test_analyze_names_the_traces_and_the_run_file_beside_them(tmp_path, capsys,
     (tmp_path / "my demo" / "disttrain.yaml").touch()
     monkeypatch.chdir(tmp_path)
     given = "my demo/runs/one"
-    _, out, err = call([given, "--json", "--html", tmp_path / "page.html"], capsys)
+    _, out, err = call(["analyze", given, "--json", "--html", tmp_path / "page.html"], capsys)
     found = json.loads(out)
     commands = [
         found["verdict"]["next_command"],
@@ -112,12 +102,12 @@ def test_analyze_names_the_traces_and_the_run_file_beside_them(tmp_path, capsys,
         and "disttrain analyze --sql" not in page
     )
     monkeypatch.chdir(tmp_path / "my demo")
-    _, out, _ = call(["runs/one", "--json"], capsys)
+    _, out, _ = call(["analyze", "runs/one", "--json"], capsys)
     assert "disttrain.yaml" not in "".join(
         remedy["command"] for remedy in json.loads(out)["remedies"]
     )
     shutil.rmtree(run / "traces")
     monkeypatch.chdir(tmp_path)
     (run / "traces").mkdir()
-    code, _, err = call([given], capsys)
+    code, _, err = call(["analyze", given], capsys)
     assert code == 1 and "disttrain train 'my demo/disttrain.yaml'" in err

@@ -11,7 +11,6 @@ import pytest
 import yaml
 
 from disttrain_cli.api.presets import preset_text
-from disttrain_cli.app import main
 from disttrain_cli.costs.hardware import RULES
 from disttrain_cli.planning.purchase import offer
 from disttrain_cli.spec.plan import read_plan
@@ -19,13 +18,7 @@ from disttrain_cli.spec.prices import read_prices
 from disttrain_cli.spec.profile import read_profile
 from disttrain_cli.spec.runfile import read_run
 from tests.cases import mostly_slow
-
-
-def call(words, capsys):
-    with pytest.raises(SystemExit) as left:
-        main([str(word) for word in words])
-    shown = capsys.readouterr()
-    return left.value.code, shown.out, shown.err
+from tests.commands.calling import call
 
 
 @pytest.mark.slow
@@ -286,8 +279,7 @@ def test_a_plan_in_place_that_fits_no_more_is_said_to(planned, capsys):
 @pytest.mark.slow
 def test_a_plan_of_another_batch_or_strategy_is_not_compared(planned, capsys):
     code, out, err = call(
-        ["plan", planned, "--strategy", "megatron", "--json", "--out", planned / "b.yaml"],
-        capsys,
+        ["plan", planned, "--strategy", "megatron", "--json", "--out", planned / "b.yaml"], capsys
     )
     assert code == 0 and json.loads(out)["changes"] is None
     assert "it was made for another strategy (disaggregated, now megatron)" in err

@@ -7,23 +7,16 @@ import pytest
 import yaml
 
 from disttrain_cli.api.presets import preset_text
-from disttrain_cli.app import main
 from disttrain_cli.commands.profile import CATALOGUE, _render
 from disttrain_cli.console import Console
 from disttrain_cli.costs.hardware import catalogue
 from disttrain_cli.profiling.recorded_data import with_data
 from disttrain_cli.spec.profile import Measuring, read_profile
 from disttrain_cli.spec.runfile import read_run
+from tests.commands.calling import call
 from tests.commands.conftest import make_profile
 from tests.data.dataset import interleaved, text, write_dataset, write_tar
 from tests.profiling.recorded import Recording, layout, retimed, sequences_with, with_layers
-
-
-def call(words, capsys):
-    with pytest.raises(SystemExit) as left:
-        main([str(word) for word in words])
-    shown = capsys.readouterr()
-    return left.value.code, shown.out, shown.err
 
 
 @pytest.fixture
@@ -74,10 +67,7 @@ def test_what_was_measured_and_spent_is_said(folder, capsys):
         sizes={"llm": {"1": (64, 129), "2": (0, 36)}},
     )
     profile = make_profile(read_run(folder / "disttrain.yaml").file)
-    for budget_s, over in (
-        (30, ""),
-        (12, "; the first sizes at TP 1 are measured in any case"),
-    ):
+    for budget_s, over in ((30, ""), (12, "; the first sizes at TP 1 are measured in any case")):
         measuring = measuring.model_copy(update={"budget_s": budget_s})
         shown = profile.model_copy(update={"measuring": measuring})
         _render(Console(), shown, folder / "p.json", "")

@@ -1,8 +1,6 @@
 """`disttrain train --rehearse`: what it refuses, shows and prints as JSON; no process is started
 here."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

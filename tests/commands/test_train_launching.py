@@ -1,8 +1,6 @@
 """`disttrain train --dry-run`, `--emit`, `--preflight` and stopping: what is shown and written, and
 the exit codes."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

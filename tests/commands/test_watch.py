@@ -1,7 +1,5 @@
 """`disttrain watch` on traces of runs that are over, and beside training."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import shutil
@@ -13,11 +11,11 @@ import pytest
 
 from disttrain_cli.analysis.watching import looking
 from disttrain_cli.analysis.watching.ending import Ending
-from disttrain_cli.app import main
 from disttrain_cli.spec.rundir import RunDir, flight_recorder, pulses, verdicts_file
 from tests.analysis import synthetic
 from tests.analysis.growing import Growing
 from tests.cases import first_fast
+from tests.commands import calling
 
 
 @pytest.fixture(scope="module")
@@ -34,10 +32,7 @@ def runs(tmp_path_factory):
 
 
 def call(words, capsys):
-    with pytest.raises(SystemExit) as left:
-        main(["watch", *(str(word) for word in words)])
-    shown = capsys.readouterr()
-    return left.value.code, shown.out, shown.err
+    return calling.call(["watch", *words], capsys)
 
 
 @pytest.mark.parametrize("condition", ["((", "verdict.cause ===", "job.mfu"])

@@ -1,7 +1,5 @@
 """What slots keep and layers hold, at the worst work."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

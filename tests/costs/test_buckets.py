@@ -1,7 +1,5 @@
 """Buckets: a partition in layer order, filled from the last layer backwards."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

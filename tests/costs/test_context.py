@@ -1,7 +1,5 @@
 """What a CP group costs: a share of the work, exchanges, and what several ranks have alike."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Expected and pessimistic costs: which doubts hold for a profile, and what each one changes."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What an EP group costs: a share of the experts, exchanges, buffers; and who may have one."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

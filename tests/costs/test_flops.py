@@ -1,7 +1,5 @@
 """FLOPs and MFU."""
 
-from __future__ import annotations
-
 import pytest
 
 from disttrain_cli.costs.flops import mfu, module_flops

@@ -1,7 +1,5 @@
 """What is trained decides what backwards do."""
 
-from __future__ import annotations
-
 from disttrain_cli.costs.freezing import backwards
 from tests.planning import synthetic
 

@@ -1,7 +1,5 @@
 """The hardware catalogue: names, sources, figures of the run file, and time of kernels."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

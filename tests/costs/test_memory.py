@@ -1,7 +1,5 @@
 """Peak memory: bytes per parameter, slots in flight, reserves."""
 
-from __future__ import annotations
-
 import pytest
 
 from disttrain_cli.costs.memory import GIB, bytes_per_parameter, layout_memory

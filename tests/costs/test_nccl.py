@@ -1,7 +1,5 @@
 """Memory of NCCL's connections, priced against connections counted one by one."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections import Counter, defaultdict

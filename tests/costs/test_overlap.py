@@ -1,7 +1,5 @@
 """What is left of messages behind a pass: against messages and layers followed one by one."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Preparing what a stage loads: rates by hand, where modules begin, and what is not known."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,8 +1,6 @@
 """Rings between nodes: as wide as the node in which they have fewest ranks, no wider than links
 inside a node."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

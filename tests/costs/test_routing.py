@@ -1,7 +1,5 @@
 """Rows that arrive at an EP group's ranks: drawn, at a quantile, in expectation, measured."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

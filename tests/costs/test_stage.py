@@ -1,7 +1,5 @@
 """Stage times are the profile's polynomials, summed."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

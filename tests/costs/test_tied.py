@@ -1,7 +1,5 @@
 """What a head costs that is the embedding: states once on one stage, one message more on two."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

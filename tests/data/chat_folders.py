@@ -1,8 +1,6 @@
 """Tokenizers with chat templates, written as folders: templates of `templates/`, worded as the
 families that they resemble write conversations."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

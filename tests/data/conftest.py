@@ -1,7 +1,5 @@
 """A tiny dataset of both tar forms, its run and its index."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any

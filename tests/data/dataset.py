@@ -1,7 +1,5 @@
 """Builders of tiny datasets of both tar forms, runs over them, and layouts."""
 
-from __future__ import annotations
-
 import io
 import json
 import tarfile

@@ -1,7 +1,5 @@
 """Small videos, written by PyAV."""
 
-from __future__ import annotations
-
 import io
 import struct
 

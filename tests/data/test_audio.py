@@ -1,8 +1,6 @@
 """Audio clips in the sizes of the data: drawn, packed, sampled, and shared out over an audio
 unit."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

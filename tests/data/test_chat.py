@@ -168,9 +168,7 @@ def trained_texts(folder: Path, record: dict[str, Any]) -> list[str]:
     return [decoded(folder, list(part.ids or ())) for part in parts if part.ids and part.trained]
 
 
-def test_images_stand_where_the_template_writes_their_placeholder(
-    folders: dict[str, Path],
-) -> None:
+def test_images_stand_where_the_template_writes_their_placeholder(folders: dict[str, Path]) -> None:
     """In parts of OpenAI's form and as LLaVA's marks, several to a turn."""
     folder = folders["vision"]
     parts = [
@@ -314,11 +312,7 @@ HEADERS = {
         "[A]\n\n",
     ),
     # as Llama 2's, whose [/INST] is no special token
-    "a space alone": (
-        "[INST] {{ m.content }} [/INST]",
-        "{{ m.content | trim }}<|im_end|>",
-        " ",
-    ),
+    "a space alone": ("[INST] {{ m.content }} [/INST]", "{{ m.content | trim }}<|im_end|>", " "),
     "nothing": ("[INST] {{ m.content }} [/INST]", " {{ m.content | trim }}<|im_end|>", ""),
     # as Gemma's and Phi's
     "trimmed turns": (
@@ -549,8 +543,7 @@ def test_a_prompt_ends_where_the_answer_begins(folders: dict[str, Path]) -> None
     _, chat = ours(folders["vision"])
     ids, trained = chat.written([Turn("user", ["<image>", "What?"], [])], prompt=True)
     whole = written(
-        folders["vision"],
-        {"messages": turns_of(["<image>What?", "Yes"]), "image": "a"},
+        folders["vision"], {"messages": turns_of(["<image>What?", "Yes"]), "image": "a"}
     )
     first = whole[1].index(True)
     placeholder = ours(folders["vision"])[0].image

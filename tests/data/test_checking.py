@@ -1,8 +1,6 @@
 """Samples with images that cannot be decoded: left out of the losses on every rank, or found and
 left out before."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from typing import Any

@@ -1,8 +1,6 @@
 """Sound files: sizes from headers, samples at 16 kHz, and everything that is none refused with its
 reason."""
 
-from __future__ import annotations
-
 import io
 import struct
 import subprocess

@@ -1,8 +1,6 @@
 """Samples without an object for each segment are those of the plain way, record for record: the
 same segments, errors and rows of the index, in any order among others."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Iterator

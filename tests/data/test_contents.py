@@ -1,7 +1,5 @@
 """What the traces say of the samples in a slot is what the slot's replicas work on."""
 
-from __future__ import annotations
-
 import pytest
 
 from disttrain_cli.data.contents import contents

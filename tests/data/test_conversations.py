@@ -1,8 +1,6 @@
 """Conversations of a chat template through index, packing and reading, from every form of
 dataset."""
 
-from __future__ import annotations
-
 import base64
 import json
 from collections.abc import Callable
@@ -221,10 +219,7 @@ def test_what_cannot_be_written_is_skipped_and_named(tmp_path: Path) -> None:
     (tmp_path / "chats").mkdir()
     told = pa.table(
         {
-            "messages": [
-                *(conversation(number, None)["messages"] for number in (0, 1, 1)),
-                [],
-            ],
+            "messages": [*(conversation(number, None)["messages"] for number in (0, 1, 1)), []],
             "images": pa.array([[], PICTURES[:2], [], []], pa.list_(pa.binary())),
         }
     )

@@ -1,8 +1,6 @@
 """Damaged, lying and hostile image files: a ValueError with the reason or an image of the right
 shape, nothing else."""
 
-from __future__ import annotations
-
 import io
 import struct
 import zlib

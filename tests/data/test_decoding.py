@@ -1,8 +1,6 @@
 """Decoding gives RGB of the promised shape and range, close to an antialiased reference, for every
 kind of file."""
 
-from __future__ import annotations
-
 import io
 import math
 import os
@@ -41,11 +39,9 @@ def test_shape_range_and_channels(suffix: str, size: tuple[int, int]) -> None:
     planes = decode_image(encoded(*size, suffix, shade=255), (4, 6), IMAGE)
     assert planes.shape == (3, 32, 48) and planes.dtype == np.float32
     assert planes.min() >= -1 and planes.max() <= 1
-    blue, green, red = (
-        planes[2],
-        planes[1],
-        planes[0],
-    )  # encoded() writes a gradient down, one across, and a shade
+    blue = planes[2]
+    green = planes[1]
+    red = planes[0]  # encoded() writes a gradient down, one across, and a shade
     assert red.mean() > 0.95
     assert blue[-1].mean() - blue[0].mean() > 1.5 and green[:, -1].mean() - green[:, 0].mean() > 1.5
 

@@ -1,8 +1,6 @@
 """Every shipped distribution: sizes that fit, means as asked for, marginals as stated, equal on
 every machine."""
 
-from __future__ import annotations
-
 from importlib.resources import files
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Drift of the data: chance is no drift, a mean that moved is named with the step it began."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

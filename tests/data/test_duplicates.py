@@ -1,7 +1,5 @@
 """Of samples that say the same only the first is used; whatever form they lie in."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

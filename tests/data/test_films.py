@@ -1,8 +1,6 @@
 """Videos from files to slots: items, ids, labels and positions are those of transformers' own
 processors and models."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Sizes from headers equal the decoded ones; what is no image, or too large, is refused."""
 
-from __future__ import annotations
-
 import struct
 
 import cv2

@@ -1,8 +1,6 @@
 """A model that hears is given its clips: indexed, packed, shared over replicas, made into features
 at their places."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Samples are held out by source, shard and key: the same ones whatever else there is, never in a
 training sequence, and as many as asked for at any size of the shards."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

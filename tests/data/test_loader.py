@@ -1,8 +1,6 @@
 """What a rank is given: right tokens, labels and places, the same for any threads, layout or
 prefetch."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Features equal those that transformers makes for Whisper."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -30,19 +28,15 @@ def test_features_equal_transformers(bins: int, seconds: int, share: float) -> N
 
 
 def test_silence_has_one_value() -> None:
-    audio, features = (
-        AudioInput(module="ear", mel_bins=16, frames=100),
-        np.empty((16, 100), np.float32),
-    )
+    audio = AudioInput(module="ear", mel_bins=16, frames=100)
+    features = np.empty((16, 100), np.float32)
     log_mel(np.zeros(300, np.float32), audio, features)
     assert (features == np.float32(SILENCE)).all()
 
 
 def test_a_file_becomes_features_or_leaves_what_was_there() -> None:
-    audio, features = (
-        AudioInput(module="ear", mel_bins=16, frames=100),
-        np.full((16, 100), 7, np.float32),
-    )
+    audio = AudioInput(module="ear", mel_bins=16, frames=100)
+    features = np.full((16, 100), 7, np.float32)
     for bad in (sound("flac")[:-200], sound("wav", seconds=1.1)):
         with pytest.raises(ValueError):
             decode_features(bad, audio, features)

@@ -1,7 +1,5 @@
 """Scores of answers and judges of images, of this package and of others."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from importlib.metadata import EntryPoint
 from typing import Any
@@ -50,10 +48,7 @@ class Few(Brightness):
         return super().recognise(images)[1:]
 
 
-INSTALLED = {
-    "disttrain.metrics": ["length", "fails"],
-    "disttrain.judges": ["Brightness", "Few"],
-}
+INSTALLED = {"disttrain.metrics": ["length", "fails"], "disttrain.judges": ["Brightness", "Few"]}
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """Sources are drawn in proportion to their weighted size, to the power of 1 / temperature."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

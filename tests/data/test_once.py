@@ -1,8 +1,6 @@
 """Values computed once: by the thread that asks first, the last ones remembered, failures tried
 again."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

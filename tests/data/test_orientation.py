@@ -1,8 +1,6 @@
 """Pictures are upright as PIL's `exif_transpose` makes them, whatever their format and wherever
 their orientation is stated; the index has the sizes of the upright picture."""
 
-from __future__ import annotations
-
 import io
 import struct
 import zlib

@@ -1,8 +1,6 @@
 """Sequences hold whole samples, every sample as often as its weight says, and the stream crosses
 epochs in order."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 

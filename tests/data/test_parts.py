@@ -1,8 +1,6 @@
 """Files in parts: what transformers' own processors make of the same conversations, and what a rank
 is given."""
 
-from __future__ import annotations
-
 import io
 import json
 from collections import Counter

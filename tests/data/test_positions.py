@@ -1,8 +1,6 @@
 """Positions of tokens: in one dimension as ever, with M-RoPE those of transformers' own
 `get_rope_index`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,8 +1,6 @@
 """Every form of dataset is indexed, read again in any order by any thread, and trained where it
 says so."""
 
-from __future__ import annotations
-
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The sample dataset: real scans, both forms, skewed, the same bytes for the same seed."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import sys

@@ -1,7 +1,5 @@
 """The numbers that the profile takes from the data."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Chat templates that do not end, or build huge values, are given up; usual ones are untouched."""
 
-from __future__ import annotations
-
 import pytest
 
 from disttrain_cli.data import template_limits

@@ -1,7 +1,5 @@
 """Tiles of images of many sizes, pixel for pixel those of transformers' image processors."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 from typing import Any

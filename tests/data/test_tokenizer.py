@@ -1,7 +1,5 @@
 """Bytes, a local folder or a name on Hugging Face; special ids never collide with text."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

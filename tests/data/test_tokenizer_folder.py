@@ -1,8 +1,6 @@
 """Folders whose files declare tokens and chat templates in several places: ids, special tokens and
 templates are those of transformers."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -183,12 +181,10 @@ def named(**templates: str) -> Edit:
     )
 
 
-JINJA, LEGACY, OF_PROCESSOR, OF_TOKENIZER = (
-    template_files(default=FIRST),
-    put("chat_template.json", {"chat_template": SECOND}),
-    put("processor_config.json", {"chat_template": THIRD}),
-    config(chat_template=THIRD),
-)
+JINJA = template_files(default=FIRST)
+LEGACY = put("chat_template.json", {"chat_template": SECOND})
+OF_PROCESSOR = put("processor_config.json", {"chat_template": THIRD})
+OF_TOKENIZER = config(chat_template=THIRD)
 #: Files; the template of the tokenizer, and that of the processor: a word, or a reason.
 PLACES: dict[str, tuple[Edit, str, str]] = {
     "jinja": (JINJA, "first", "first"),
@@ -199,11 +195,7 @@ PLACES: dict[str, tuple[Edit, str, str]] = {
     "processor_config.json and chat_template.json": (both(OF_PROCESSOR, LEGACY), "third", "third"),
     "tokenizer_config.json": (OF_TOKENIZER, "third", "third"),
     "tokenizer_config.json and jinja": (both(OF_TOKENIZER, JINJA), "first", "first"),
-    "tokenizer_config.json and chat_template.json": (
-        both(OF_TOKENIZER, LEGACY),
-        "third",
-        "second",
-    ),
+    "tokenizer_config.json and chat_template.json": (both(OF_TOKENIZER, LEGACY), "third", "second"),
     "a list": (named(tool_use=FIRST, default=SECOND), "second", "second"),
     "a list and jinja": (both(named(default=SECOND), JINJA), "first", "first"),
     "a list without default": (named(tool_use=FIRST, rag=SECOND), "no default", "no default"),
@@ -289,10 +281,7 @@ def test_ids_are_reserved_for_what_the_model_has(
     assert tokens.vocabulary == size + reserved
     assert tokens.token(tokens.eos) == "<|im_end|>"
     assert tokens.bos == tokens.pad == tokens.eos
-    assert (tokens.image, tokens.context) == (
-        size if reads else NONE,
-        size + 1 if draws else NONE,
-    )
+    assert (tokens.image, tokens.context) == (size if reads else NONE, size + 1 if draws else NONE)
 
 
 def test_without_eos_a_sample_ends_as_answers_do(tmp_path: Path) -> None:

@@ -1,8 +1,6 @@
 """The same conversations in every form of dataset and every form of turns have the same rows of the
 index, and are read again as they were indexed."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

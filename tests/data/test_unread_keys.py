@@ -1,7 +1,5 @@
 """Keys and columns that no reader knows are counted by name, in every form of dataset."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The validation split of a folder is what evaluation uses, and never trained on."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """Video files: sizes from headers, chosen frames equal to those of PyAV's plain loop, and what is
 no whole video refused with its reason."""
 
-from __future__ import annotations
-
 import io
 import math
 import subprocess
@@ -13,12 +11,7 @@ import numpy as np
 import pytest
 
 from disttrain_cli.data import videos
-from disttrain_cli.data.videos import (
-    VideoHeader,
-    decode_frames,
-    read_video_header,
-    stored_header,
-)
+from disttrain_cli.data.videos import VideoHeader, decode_frames, read_video_header, stored_header
 from tests.cases import first_fast
 from tests.data.films import MATRICES, all_frames, av, film, sound_only, trimmed, turned
 

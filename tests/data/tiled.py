@@ -1,8 +1,6 @@
 """Image processors that cut images into tiles, with their processors and tokenizers, as
 transformers saves them."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Ranks that train as ever, but that the one on device 1 takes longer for every pass."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable

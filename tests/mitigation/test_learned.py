@@ -1,7 +1,5 @@
 """The verdict at the end of a job: for trackers, and in the output of ranks that others start."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

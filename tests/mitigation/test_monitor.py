@@ -1,7 +1,5 @@
 """Training is monitored by a process of its own, which is replaced when it dies."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

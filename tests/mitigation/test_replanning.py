@@ -1,7 +1,5 @@
 """Plans without what is slow or lost: made, weighed, kept; and rehearsed from end to end."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

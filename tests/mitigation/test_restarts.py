@@ -1,8 +1,6 @@
 """Real ranks that are looked after: what is slow or lost is left out, and training goes on by
 itself."""
 
-from __future__ import annotations
-
 import math
 import os
 import shutil

@@ -5,8 +5,6 @@ Kept is what is alive after the forward and was not before; kernels are operator
 FLOPs those of products, convolutions and attention, all by the formulas below.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

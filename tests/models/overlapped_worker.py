@@ -1,8 +1,6 @@
 """The four ranks of the tests of overlapped linears: groups of two, three and four of them, one
 after the other."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

@@ -1,8 +1,6 @@
 """The two ranks of the parallel tests: every function and every layer, over a TP group and whole,
 side by side."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

@@ -1,8 +1,6 @@
 """Symmetric memory of processes on a CPU: PyTorch's own code of its fused operators, over files
 that all ranks map and barriers of gloo."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

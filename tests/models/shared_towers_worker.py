@@ -1,7 +1,5 @@
 """Ranks of the tests of towers whose rows a CP group shares, with and without TP groups."""
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import replace

@@ -1,8 +1,6 @@
 """The two ranks of the tests of symmetric memory: whether they agree to use it, and a few ways to
 run a layer over it."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Stock models of transformers on packed samples against one sample at a time."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -12,9 +12,10 @@ from disttrain_cli.models.noise import draw_noise
 from disttrain_cli.models.posterior import draw
 from disttrain_cli.models.probe import entry_state, probe_batch, row_count
 from disttrain_cli.models.sampling import generate
-from tests.batches import changed
+from tests.batches import changed, through
 from tests.cases import mostly_slow
-from tests.models.test_generators import GENERATORS, NAME, library_model, through
+from tests.models.changed_runs import with_generator, with_modules
+from tests.models.test_generators import GENERATORS, NAME, library_model
 
 KINDS = ("sd3.5", "sd3, pixels", "flux", "lumina2", "lumina2, pixels")
 BUCKETS = [[16, 16], [24, 12], [12, 24]]
@@ -24,17 +25,8 @@ GRIDS = [(4, 4), (3, 6), (6, 3), (3, 6), (4, 4)]
 
 def run_of(make_run, kind, **fields):
     run = make_run(image_generator={"config": {"block_out_channels": [16, 32]}})
-    plain = run.file.model_dump(mode="json", exclude_none=True)
-    plain["model"]["modules"][NAME] = {
-        "kind": "generator",
-        "image_size": 16,
-        "context_tokens": 4,
-        "architecture": "unet2d_condition",
-        **GENERATORS[kind],
-        "buckets": BUCKETS,
-        **fields,
-    }
-    return type(run)(path=run.path, file=type(run.file).model_validate(plain))
+    spec = {"architecture": "unet2d_condition", **GENERATORS[kind], "buckets": BUCKETS, **fields}
+    return with_generator(run, **spec)
 
 
 @pytest.fixture
@@ -170,11 +162,9 @@ def test_sizes_that_do_not_fit_are_named(make_run, kind, fields, words):
 
 def test_two_generators_in_buckets_are_refused(make_run):
     run = run_of(make_run, "sd3.5")
-    plain = run.file.model_dump(mode="json", exclude_none=True)
-    modules = plain["model"]["modules"]
-    modules["second"] = {**modules[NAME], "buckets": None}
+    own = run.file.model_dump(mode="json", exclude_none=True)["model"]["modules"][NAME]
     with pytest.raises(SpecError, match="one generator"):
-        read_configs(type(run)(path=run.path, file=type(run.file).model_validate(plain)))
+        read_configs(with_modules(run, second={**own, "buckets": None}))
 
 
 @pytest.mark.parametrize("kind", ["flux", "lumina2"])

@@ -13,19 +13,12 @@ from disttrain_cli.models.published import published_class
 from disttrain_cli.models.sharding import tp_degrees
 from disttrain_cli.runtime.feeding import in_tokens
 from disttrain_cli.spec.places import Places
-from tests.batches import changed
+from tests.batches import changed, through
 from tests.cases import first_fast
 
 
 def llm(run):
     return build_layers(run, 4, 8)
-
-
-def through(layers, batch, state=None):
-    state = dict(state or {})
-    for layer in layers:
-        state.update(layer(state, batch))
-    return state
 
 
 def whole_model(run, layers):

@@ -1,8 +1,6 @@
 """Priced is what runs: every kind of layer, counted on the meta device and executed on a fake CUDA
 device."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """Experts divided over an EP group compute what all of them do in one place, of every form that the
 library's experts have; whatever rows a rank has, and whichever experts they choose."""
 
-from __future__ import annotations
-
 import copy
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext

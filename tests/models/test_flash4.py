@@ -1,7 +1,5 @@
 """FlashAttention 4 in the place of torch's flash attention: its arguments, and on a GPU itself."""
 
-from __future__ import annotations
-
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any

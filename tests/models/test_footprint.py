@@ -1,8 +1,6 @@
 """What layers send in a TP group of four, as collectives of a process group tell, against what is
 noted on meta."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any

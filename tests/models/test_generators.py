@@ -21,8 +21,9 @@ from disttrain_cli.models.published import on_meta
 from disttrain_cli.models.sampling import generate
 from disttrain_cli.models.sharding import tp_degrees
 from disttrain_cli.models.tensor_parallel import linears, shard
-from tests.batches import changed
+from tests.batches import changed, through
 from tests.cases import mostly_slow
+from tests.models.changed_runs import with_generator
 from tests.models.test_sharding import in_lockstep
 from tests.models.test_vae import VAE
 
@@ -172,15 +173,7 @@ def setting(make_run):
     def make(kind, targets=3):
         # The tiny U-Net of `make_run` has fields of its own.
         run = make_run(image_generator={"config": {"block_out_channels": [16, 32]}})
-        plain = run.file.model_dump(mode="json", exclude_none=True)
-        plain["model"]["modules"][NAME] = {
-            "kind": "generator",
-            "image_size": 16,
-            "context_tokens": 4,
-            "architecture": "unet2d_condition",
-            **GENERATORS[kind],
-        }
-        run = type(run)(path=run.path, file=type(run.file).model_validate(plain))
+        run = with_generator(run, **{"architecture": "unet2d_condition", **GENERATORS[kind]})
         table, inputs = layer_table(run), describe(run)
         start = next(i for i, info in enumerate(table) if info.module == NAME)
         batch = probe_batch(inputs, target=targets)
@@ -194,13 +187,6 @@ def setting(make_run):
         )
 
     return make
-
-
-def through(layers, batch, state):
-    state = dict(state)
-    for layer in layers:
-        state.update(layer(state, batch))
-    return state
 
 
 def library_model(run, layers):
@@ -446,15 +432,7 @@ def test_pixarts_positions_are_the_folders_at_any_size(make_run, tmp_path, field
     theirs.save_pretrained(tmp_path / "transformer")
     path = tmp_path / "transformer" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"_class_name": named}))
-    run = make_run()
-    plain = run.file.model_dump(mode="json", exclude_none=True)
-    plain["model"]["modules"][NAME] = {
-        "kind": "generator",
-        "image_size": side,
-        "context_tokens": 4,
-        "folder": "transformer",
-    }
-    run = type(run)(path=run.path, file=type(run.file).model_validate(plain))
+    run = with_generator(make_run(), image_size=side, folder="transformer")
     ours = diffusers.PixArtTransformer2DModel(**read_configs(run)[NAME].config).eval()
     ours.load_state_dict(theirs.state_dict())
     asked = {
@@ -572,16 +550,7 @@ def test_the_schedule_is_the_folders_and_the_run_files_over_it(make_run, tmp_pat
     ).save_config(tmp_path / "sd" / "scheduler")
 
     def noise(**spec):
-        run = make_run()
-        plain = run.file.model_dump(mode="json", exclude_none=True)
-        plain["model"]["modules"][NAME] = {
-            "kind": "generator",
-            "image_size": 16,
-            "context_tokens": 4,
-            "folder": "sd/unet",
-            **spec,
-        }
-        made = type(run)(path=run.path, file=type(run.file).model_validate(plain))
+        made = with_generator(make_run(), folder="sd/unet", **spec)
         assert layer_table(made)
         return read_configs(made)[NAME].noise
 
@@ -630,17 +599,7 @@ def test_a_flows_schedule_is_its_folders_and_no_other_familys(
     if fields is not None:
         (tmp_path / "pipe" / "scheduler").mkdir()
         (tmp_path / "pipe" / "scheduler" / "scheduler_config.json").write_text(json.dumps(fields))
-    run = make_run()
-    plain = run.file.model_dump(mode="json", exclude_none=True)
-    plain["model"]["modules"][NAME] = {
-        "kind": "generator",
-        "image_size": 16,
-        "context_tokens": 4,
-        "folder": "pipe/transformer",
-        "vae": VAE,
-        "noise": spec,
-    }
-    run = type(run)(path=run.path, file=type(run.file).model_validate(plain))
+    run = with_generator(make_run(), folder="pipe/transformer", vae=VAE, noise=spec)
     if isinstance(expected, str):
         with pytest.raises(SpecError, match=expected):
             read_configs(run)
@@ -708,20 +667,10 @@ def test_a_flows_schedule_is_its_folders_and_no_other_familys(
     ],
 )
 def test_wrong_configurations_are_named(make_run, kind, config, others, words):
-    run = make_run()
-    plain = run.file.model_dump(mode="json", exclude_none=True)
-    spec = GENERATORS[kind]
-    plain["model"]["modules"][NAME] = {
-        "kind": "generator",
-        "image_size": 16,
-        "context_tokens": 4,
-        "architecture": "unet2d_condition",
-        **spec,
-        "config": spec["config"] | config,
-        **others,
-    }
+    spec = {"architecture": "unet2d_condition", **GENERATORS[kind], **others}
+    spec["config"] = spec["config"] | config
     with pytest.raises(SpecError) as error:
-        layer_table(type(run)(path=run.path, file=type(run.file).model_validate(plain)))
+        layer_table(with_generator(make_run(), **spec))
     assert all(word in str(error.value) for word in words), str(error.value)
 
 
@@ -799,17 +748,15 @@ CHANNELS = {"unet2d_condition": 4, "pixart": 4, "sd3": 16, "flux": 16, "lumina2"
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_generators_are_described(make_run, name):
     architecture, config, size, parameters = PUBLISHED[name]
-    run = make_run()
-    plain = run.file.model_dump(mode="json", exclude_none=True)
-    plain["model"]["modules"][NAME] = {
-        "kind": "generator",
-        "image_size": size,
-        "context_tokens": 77,
-        "architecture": architecture,
-        "config": config,
-        "vae": BIG_VAE | {"latent_channels": CHANNELS[architecture]},
-    }
-    run = type(run)(path=run.path, file=type(run.file).model_validate(plain))
+    vae = BIG_VAE | {"latent_channels": CHANNELS[architecture]}
+    run = with_generator(
+        make_run(),
+        image_size=size,
+        context_tokens=77,
+        architecture=architecture,
+        config=config,
+        vae=vae,
+    )
     table = [info for info in layer_table(run) if info.module == NAME]
     own = sum(info.parameters for info in table if info.kind != "projector" and not info.frozen)
     assert own == parameters

@@ -6,16 +6,10 @@ import torch
 from disttrain_cli.errors import SpecError
 from disttrain_cli.models.graph import build_layers, describe, layer_table, live_tensors
 from disttrain_cli.models.probe import entry_state, probe_batch, state_at
+from tests.batches import through
 
 GRIDS = [(4, 4), (2, 6), (4, 4)]
 DOCUMENTS = [[20, 20], [41]]
-
-
-def run_layers(layers, batch, state=None):
-    state = dict(state or {})
-    for layer in layers:
-        state.update(layer(state, batch))
-    return state
 
 
 def test_describe_says_what_the_data_needs(make_run):
@@ -36,7 +30,7 @@ def test_modules_may_be_missing(make_run):
     assert [layer.kind for layer in table] == ["embed", "block", "block", "head"]
     assert table[0].reads == () and table[-1].writes == () and table[-1].needs == ("labels",)
     batch = probe_batch(inputs, documents=DOCUMENTS)
-    state = run_layers(build_layers(run, 0, len(table)), batch)
+    state = through(build_layers(run, 0, len(table)), batch)
     state["loss/text"].backward()
 
 
@@ -132,7 +126,7 @@ def test_slots_without_images_or_targets_run_forward_and_backward(make_run, grid
     table, inputs = layer_table(run), describe(run)
     layers = build_layers(run, 0, len(table))
     batch = probe_batch(inputs, image=grids, documents=DOCUMENTS, target=targets)
-    state = run_layers(layers, batch)
+    state = through(layers, batch)
     sum(v for k, v in state.items() if k.startswith("loss/")).backward()
     assert ("loss/image" in state) == bool(targets)
     for layer in layers:
@@ -167,8 +161,8 @@ def test_bf16_layers_run(make_run):
     table, inputs = layer_table(run), describe(run)
     batch = probe_batch(inputs, image=GRIDS, documents=DOCUMENTS, target=2)
     layers = build_layers(run, 0, len(table), dtype=torch.bfloat16)
-    state = run_layers(layers, batch)
-    full = run_layers(
+    state = through(layers, batch)
+    full = through(
         build_layers(run, 0, len(table)),
         probe_batch(inputs, image=GRIDS, documents=DOCUMENTS, target=2),
     )

@@ -1,7 +1,5 @@
 """Operators of one kernel: the formulas that they stand for; on a GPU the kernels themselves."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Folders of whole models whose JSON files leave fields out: what is read is what transformers
 makes of them, or they are refused."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from functools import partial

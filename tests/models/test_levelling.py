@@ -1,8 +1,6 @@
 """Which rows ranks have that attend with their own queries: all of them once, as many each, and
 level work where attention is causal."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

@@ -21,7 +21,7 @@ from disttrain_cli.models.published import on_meta
 from disttrain_cli.models.sampling import generate
 from disttrain_cli.models.vae import decoder_maker
 from disttrain_cli.spec.runfile import Run, RunFile
-from tests.batches import changed
+from tests.batches import changed, through
 from tests.cases import mostly_slow
 
 NAME = "image_generator"
@@ -233,13 +233,6 @@ def made(make_run):
         return run, inputs, layers, batch, entry_state(table, NAME, inputs, batch)
 
     return make
-
-
-def through(layers, batch, state):
-    state = dict(state)
-    for layer in layers:
-        state.update(layer(state, batch))
-    return state
 
 
 def library_model(config, layers):

@@ -1,8 +1,6 @@
 """Towers that run as the library has them: their rows, what is recorded of a whole model's forward,
 and families that are refused."""
 
-from __future__ import annotations
-
 import io
 import json
 from functools import partial

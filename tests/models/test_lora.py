@@ -1,7 +1,5 @@
 """Adapters against peft's own on the same models of transformers, and what is refused."""
 
-from __future__ import annotations
-
 import copy
 import re
 from dataclasses import replace
@@ -24,6 +22,7 @@ from disttrain_cli.models.probe import probe_batch, state_at
 from disttrain_cli.models.published import published_class
 from disttrain_cli.models.weight_parts import split
 from disttrain_cli.spec.layer_costs import Polynomial
+from tests.batches import through
 from tests.cases import first_fast
 from tests.models.any_decoder import fields_of
 from tests.models.test_towers import ASKED_TO_INTERPOLATE, GRIDS, tower
@@ -86,13 +85,6 @@ def randomised(layers):
             for parameter in layer.parameters():
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.15)
     return layers
-
-
-def through(layers, batch):
-    state = {}
-    for layer in layers:
-        state.update(layer(state, batch))
-    return state
 
 
 def assert_same_gradients(ours, theirs):

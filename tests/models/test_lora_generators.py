@@ -1,8 +1,6 @@
 """Adapters of SD3 and Flux against peft's own on diffusers' models: what they compute, and the
 folders that hold them."""
 
-from __future__ import annotations
-
 import copy
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Masks of the library, read as rules, against its functions computed for all pairs of rows."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Drawing by SD3, Flux and Lumina 2 against their pipelines in diffusers, from the same noise and
 conditioning: times, sigmas and images."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

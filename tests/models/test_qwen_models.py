@@ -1,8 +1,6 @@
 """Qwen2.5-VL and Qwen3-VL whole: hidden states, logits and loss of packed conversations equal
 transformers' own, one conversation at a time."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The towers of Qwen2.5-VL and Qwen3-VL see videos as transformers' own do: two frames an item."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

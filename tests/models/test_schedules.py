@@ -1,8 +1,6 @@
 """Noise schedules of published folders: each field of each scheduler class that is taken is applied
 as diffusers does, says nothing of training, or is refused."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import warnings
@@ -22,6 +20,7 @@ from disttrain_cli.models.weights import starting_weights
 from disttrain_cli.runtime.outputs.export import export
 from disttrain_cli.spec.runfile import Run
 from tests.cases import first_fast
+from tests.models.changed_runs import with_generator
 from tests.models.conftest import UNET
 from tests.runtime.outputs.test_export import trained
 
@@ -40,17 +39,8 @@ def write(make_run: Callable[..., Run], tmp_path: Path) -> Write:
         (tmp_path / "sd" / "scheduler").mkdir(exist_ok=True)
         path = tmp_path / "sd" / "scheduler" / "scheduler_config.json"
         path.write_text(json.dumps(fields))
-        run = make_run()
-        plain = run.file.model_dump(mode="json", exclude_none=True)
-        plain["model"]["modules"][NAME] = {
-            "kind": "generator",
-            "image_size": 16,
-            "context_tokens": 4,
-            "folder": "sd/unet",
-            "pretrained": False,
-            **({"noise": spec} if spec else {}),
-        }
-        return type(run)(path=run.path, file=type(run.file).model_validate(plain))
+        noise = {"noise": spec} if spec else {}
+        return with_generator(make_run(), folder="sd/unet", pretrained=False, **noise)
 
     return written
 

@@ -18,6 +18,7 @@ from disttrain_cli.models.noise import Noise, draw_noise
 from disttrain_cli.models.probe import probe_batch
 from disttrain_cli.spec.runfile.model import ModelSpec
 from tests.batches import changed
+from tests.models.changed_runs import with_modules
 from tests.models.conftest import MODULES, UNET, VIT
 
 SECOND = MODULES["image_generator"] | {
@@ -36,10 +37,7 @@ def several(make_run):
     """The tiny model with more modules."""
 
     def make(**more):
-        run = make_run()
-        plain = run.file.model_dump(mode="json", exclude_none=True)
-        plain["model"]["modules"] |= more
-        return type(run)(path=run.path, file=type(run.file).model_validate(plain))
+        return with_modules(make_run(), **more)
 
     return make
 

@@ -1,8 +1,6 @@
 """Towers whose images' rows a CP group shares leave what a single process leaves, and their
 gradients."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

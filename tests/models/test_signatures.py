@@ -1,8 +1,6 @@
 """Operators on the meta device: run once for each signature, with the results that they would have;
 loops whose steps are alike."""
 
-from __future__ import annotations
-
 import weakref
 from typing import Any
 

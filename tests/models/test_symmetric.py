@@ -3,8 +3,6 @@
 All forms of layers go this way in `test_overlapped`.
 """
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

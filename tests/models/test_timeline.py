@@ -1,8 +1,6 @@
 """Kernels and messages of a layer in order: the messages of a footprint, the FLOPs of its
 operators, and what is behind what."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -21,6 +21,7 @@ from disttrain_cli.models.qwen_vision import layout
 from disttrain_cli.models.sharding import tp_degrees
 from disttrain_cli.models.tensor_parallel import linears
 from disttrain_cli.models.towers import positions
+from tests.batches import through
 from tests.cases import first_fast
 
 SQUARE = {
@@ -120,13 +121,6 @@ def published(run, architecture, original=None):
         back = layer.to_published(own)
         assert all(torch.equal(tensor, weights[name]) for name, tensor in back.items())
     return whole.eval(), layers, set(weights) - set(used)
-
-
-def through(layers, batch, state=None):
-    state = dict(state or {})
-    for layer in layers:
-        state.update(layer(state, batch))
-    return state
 
 
 @pytest.mark.parametrize(

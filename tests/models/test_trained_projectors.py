@@ -1,8 +1,6 @@
 """`trained: [projectors]` of whole models: exactly the tensors that join the tower to the LLM
 change, and by what they change in the library's own model."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Attention with tokens exchanged for heads is attention over all rows, and its work is level."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

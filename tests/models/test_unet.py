@@ -3,7 +3,7 @@ import torch
 from disttrain_cli.models.graph import build_layers, describe, layer_table
 from disttrain_cli.models.noise import Noise, draw_noise
 from disttrain_cli.models.probe import entry_state, probe_batch
-from tests.batches import changed
+from tests.batches import changed, through
 
 
 def generator(run):
@@ -23,13 +23,6 @@ def whole_unet(run, layers):
     for name in ("conv_norm_out", "conv_out"):
         getattr(whole, name).load_state_dict(getattr(layers[-1], name).state_dict())
     return whole
-
-
-def through(layers, batch, state):
-    state = dict(state)
-    for layer in layers:
-        state.update(layer(state, batch))
-    return state
 
 
 def check_equal_to_diffusers(run):

@@ -11,7 +11,7 @@ from disttrain_cli.models.posterior import draw
 from disttrain_cli.models.probe import entry_state, probe_batch
 from disttrain_cli.models.sampling import generate
 from disttrain_cli.models.vae import decoder_maker
-from tests.batches import changed
+from tests.batches import changed, through
 
 VAE = {
     "block_out_channels": [8, 16],
@@ -35,13 +35,6 @@ def generator(run, dtype=torch.float32):
     batch = probe_batch(inputs, target=3)
     layers = build_layers(run, start, len(table), dtype=dtype)
     return layers, batch, entry_state(table, "image_generator", inputs, batch, dtype=dtype)
-
-
-def through(layers, batch, state):
-    state = dict(state)
-    for layer in layers:
-        state.update(layer(state, batch))
-    return state
 
 
 @pytest.mark.slow

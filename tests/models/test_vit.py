@@ -3,13 +3,7 @@ import torch
 from disttrain_cli.models.graph import build_layers, describe
 from disttrain_cli.models.layer import Batch, Items
 from disttrain_cli.models.probe import probe_batch
-
-
-def through(layers, batch):
-    state = {}
-    for layer in layers:
-        state.update(layer(state, batch))
-    return state
+from tests.batches import through
 
 
 def test_layers_equal_transformers_own_model(make_run):

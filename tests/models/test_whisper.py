@@ -12,16 +12,9 @@ from disttrain_cli.models.graph import (
 from disttrain_cli.models.group import Group
 from disttrain_cli.models.layer import Items
 from disttrain_cli.models.probe import probe_batch
-from tests.batches import changed
+from tests.batches import changed, through
 
 DOCUMENTS = [[20, 20], [41]]
-
-
-def run_layers(layers, batch, state=None):
-    state = dict(state or {})
-    for layer in layers:
-        state.update(layer(state, batch))
-    return state
 
 
 def audio_layers(run):
@@ -47,7 +40,7 @@ def test_layers_equal_transformers_own_encoder(make_run):
     whole.layer_norm.load_state_dict(projector.norm.state_dict())
     batch = probe_batch(describe(run), audio=3)
     assert batch.of("audio").values[0][0].shape == (3, 5, 24)
-    hidden = projector.norm(run_layers([embed, *blocks], batch)["audio_hidden"])
+    hidden = projector.norm(through([embed, *blocks], batch)["audio_hidden"])
     expected = whole(batch.of("audio").values[0][0]).last_hidden_state.flatten(0, 1)
     torch.testing.assert_close(hidden, expected, rtol=0, atol=1e-5)
 
@@ -79,11 +72,9 @@ def test_ranks_of_a_group_make_their_own_positions(make_run, size, clips):
 def test_clips_together_equal_one_by_one(make_run):
     run = make_run(audio_encoder={})
     layers, batch = audio_layers(run), probe_batch(describe(run), audio=3)
-    together = run_layers(layers, batch)["audio_embeds"]
+    together = through(layers, batch)["audio_embeds"]
     alone = [
-        run_layers(layers, type(batch)({"audio": Items([(1, 1)], {0: [clip[None]]})}))[
-            "audio_embeds"
-        ]
+        through(layers, type(batch)({"audio": Items([(1, 1)], {0: [clip[None]]})}))["audio_embeds"]
         for clip in batch.of("audio").values[0][0]
     ]
     assert [tuple(rows.shape) for rows in alone] == [(4, 48)] * 3
@@ -95,13 +86,13 @@ def test_dropout_follows_the_clips_seeds(make_run):
     layers, batch = audio_layers(run)[:-1], probe_batch(describe(run), audio=3)
     assert [len(layer.dropouts) for layer in layers] == [1, 2, 2]
     seeds = torch.tensor([5, 6, 7])
-    plain = run_layers(layers, batch)["audio_hidden"]
-    dropped = run_layers(layers, changed(batch, "audio", seeds=seeds))["audio_hidden"]
+    plain = through(layers, batch)["audio_hidden"]
+    dropped = through(layers, changed(batch, "audio", seeds=seeds))["audio_hidden"]
     assert not torch.equal(dropped, plain)
     (features,) = batch.of("audio").values[0]
     some = changed(batch, "audio", grids=[(1, 1)] * 2, values={0: [features[1:]]}, seeds=seeds[1:])
     torch.testing.assert_close(
-        run_layers(layers, some)["audio_hidden"], dropped[12:], rtol=0, atol=1e-6
+        through(layers, some)["audio_hidden"], dropped[12:], rtol=0, atol=1e-6
     )
 
 
@@ -136,7 +127,7 @@ def test_the_whole_model_trains_the_audio_encoder(make_run, clips):
     run = make_run(audio_encoder={}, image_encoder=None)
     layers = build_layers(run, 0, len(layer_table(run)))
     batch = probe_batch(describe(run), audio=clips, documents=DOCUMENTS, target=1)
-    state = run_layers(layers, batch)
+    state = through(layers, batch)
     (state["loss/text"] + state["loss/image"]).backward()
     own = [parameter.grad for layer in layers[:4] for parameter in layer.parameters()]
     assert all(
@@ -171,12 +162,12 @@ def test_only_live_tensors_need_to_cross_a_cut(make_run):
 
     def losses(cut=None):
         batch = probe_batch(inputs, image=[(4, 4), (2, 2)], audio=2, documents=DOCUMENTS, target=2)
-        state = run_layers(layers[:cut], batch)
+        state = through(layers[:cut], batch)
         found = {name: value for name, value in state.items() if name.startswith("loss/")}
         if cut is not None:
             batch.cache.clear()
             kept = {spec.name: state[spec.name] for spec in live_tensors(table, cut)}
-            found |= run_layers(layers[cut:], batch, kept)
+            found |= through(layers[cut:], batch, kept)
         return [float(found[name].detach()) for name in ("loss/text", "loss/image")]
 
     assert all(losses(cut) == losses() for cut in range(3, 10))

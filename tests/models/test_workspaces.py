@@ -1,8 +1,6 @@
 """What kernels hold of their own, as it is stated, where a layer's footprint and a device's peak
 contain it."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -1,7 +1,5 @@
 """Ranks of the tests of exchanges, each of which has its share of tokens."""
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import replace

@@ -1,8 +1,6 @@
 """Synthetic profiles and run files: the shapes of tiny and of the paper's 9B model, with plausible
 costs."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

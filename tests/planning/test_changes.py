@@ -1,7 +1,5 @@
 """What a new plan says of the one in place, under the profile of now."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What is refused before a plan is run, and that every refusal names both sides."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
@@ -18,7 +16,8 @@ from disttrain_cli.planning.check import (
 from disttrain_cli.planning.solve import check_profile
 from disttrain_cli.spec.files import fingerprint
 from disttrain_cli.spec.layer_costs import Experts, Heads
-from disttrain_cli.spec.plan import Layout, Plan, Prediction, Search, StageMemory, UnitPlan
+from disttrain_cli.spec.plan import Layout, Plan, Search, UnitPlan
+from disttrain_cli.spec.prediction import Prediction, StageMemory
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.runfile import RunFile
 from tests.planning import synthetic

@@ -1,7 +1,5 @@
 """Climbing from a finalist to better neighbours: only layouts that run, never a slower one."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -1,8 +1,6 @@
 """Of ties, however many, the simplest are found: the same ones as by listing all layouts, in little
 memory."""
 
-from __future__ import annotations
-
 import tracemalloc
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Explanations add up, name the bottleneck, and say why others lose."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

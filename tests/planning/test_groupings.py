@@ -1,7 +1,5 @@
 """Units that each strategy may have."""
 
-from __future__ import annotations
-
 from disttrain_cli.planning.units import Cluster, groupings
 from disttrain_cli.spec.plan import Strategy
 from tests.planning import synthetic

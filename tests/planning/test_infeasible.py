@@ -1,7 +1,5 @@
 """What is said where nothing fits, and that it is true."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

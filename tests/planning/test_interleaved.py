@@ -1,7 +1,5 @@
 """Virtual stages of layouts: cutting, pricing, memory."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The formula: what a slot takes on the busiest replica, and the paper's form of it."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

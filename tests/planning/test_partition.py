@@ -1,7 +1,5 @@
 """Splits of layers into stages against every split there is."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

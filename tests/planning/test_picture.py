@@ -1,7 +1,5 @@
 """Pictures of a predicted step: valid, small, and true to the timeline."""
 
-from __future__ import annotations
-
 import dataclasses
 import xml.etree.ElementTree as ET
 from dataclasses import replace

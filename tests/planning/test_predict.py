@@ -1,7 +1,5 @@
 """Predictions: real orderings in, every figure of the prediction consistent with the others."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np
@@ -20,7 +18,8 @@ from disttrain_cli.planning.solve import (
 )
 from disttrain_cli.planning.traffic import preprocess_need
 from disttrain_cli.planning.units import Cluster, Unit, groupings
-from disttrain_cli.spec.plan import Layout, Prediction, UnitPlan
+from disttrain_cli.spec.plan import Layout, UnitPlan
+from disttrain_cli.spec.prediction import Prediction
 from disttrain_cli.spec.profile import Profile, SizeSample
 from tests import profiles
 from tests.heads import with_heads

@@ -1,7 +1,5 @@
 """How sure a prediction is: expected step and range, and layouts whose order is not known."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Profiles at other sizes of the cluster."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

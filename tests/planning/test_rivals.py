@@ -1,7 +1,5 @@
 """A plan is never slower, as shown, than a baseline."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

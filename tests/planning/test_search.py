@@ -1,8 +1,6 @@
 """The search against brute force over every layout and every split of layers, and against an
 integer programme."""
 
-from __future__ import annotations
-
 import itertools
 from typing import get_args
 

@@ -1,7 +1,5 @@
 """What-if answers: each equals a search of its own, and their words follow from the numbers."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """Sharded data parallelism: both streams by hand and by events, its limits, memory, and choice."""
 
-from __future__ import annotations
-
 import heapq
 import random
 from dataclasses import replace

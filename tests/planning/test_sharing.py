@@ -1,8 +1,6 @@
 """Plans whose ranks share tokens (CP) or divide experts (EP): where they are chosen, and their
 explanation."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Plans as a whole: what they hold, what is refused, and what a failure names."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
@@ -25,7 +23,8 @@ from disttrain_cli.planning.solve import (
 )
 from disttrain_cli.planning.units import Cluster, groupings, units_of
 from disttrain_cli.spec.files import fingerprint
-from disttrain_cli.spec.plan import Layout, Plan, Prediction, read_plan, write_plan
+from disttrain_cli.spec.plan import Layout, Plan, read_plan, write_plan
+from disttrain_cli.spec.prediction import Prediction
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.runfile import RunFile
 from tests import profiles

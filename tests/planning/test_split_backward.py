@@ -1,8 +1,6 @@
 """Delays of weights' gradients: within memory, better than whole backwards, near the best there
 is."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 

@@ -1,8 +1,6 @@
 """A run as it would be recorded if its costs were those of another profile: simulated steps,
 written as traces."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,8 @@ from disttrain_cli.simulation.pipeline import simulate
 from disttrain_cli.simulation.step import pipeline_of
 from disttrain_cli.simulation.timeline import Timeline
 from disttrain_cli.spec.layer_costs import Polynomial
-from disttrain_cli.spec.plan import Layout, Prediction, UnitPlan, UnitTime
+from disttrain_cli.spec.plan import Layout, UnitPlan
+from disttrain_cli.spec.prediction import Prediction, UnitTime
 from disttrain_cli.spec.profile import Profile, SizeSample
 from disttrain_cli.spec.runfile import Run
 from disttrain_cli.spec.trace import COMPUTE, SIZE_COLUMNS, TRACE_COLUMNS, Job, Rehearsed

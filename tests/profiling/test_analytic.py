@@ -1,8 +1,6 @@
 """Profiles of devices that are not here: exact polynomials, tensor parallelism, freezing, links,
 figures given."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

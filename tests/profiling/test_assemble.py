@@ -1,7 +1,5 @@
 """From measurements to a module's costs: synthetic series whose truth is known."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

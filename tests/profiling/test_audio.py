@@ -1,7 +1,5 @@
 """Profiles of a model with an image encoder and an audio encoder."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

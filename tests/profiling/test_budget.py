@@ -1,8 +1,6 @@
 """How much a profile may spend, what counts, and how long the next measurement is expected to
 take."""
 
-from __future__ import annotations
-
 import pytest
 
 from disttrain_cli.profiling import budget as room

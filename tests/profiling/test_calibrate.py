@@ -1,7 +1,5 @@
 """Calibrating: a run recorded with known costs gives them back, whatever else its traces hold."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Running layers one by one must be the same computation as running them together."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

@@ -1,8 +1,6 @@
 """The data part of a profile: files, a named distribution, and data that leaves a module without
 work."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The device: choice, refusals, and a measured peak."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

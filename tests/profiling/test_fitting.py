@@ -1,7 +1,5 @@
 """The fits: exact on what is a polynomial, never negative, honest about what is not."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """Links: the fit of latency and bandwidth, and a real measurement between two processes."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

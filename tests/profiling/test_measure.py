@@ -1,8 +1,6 @@
 """The whole measurement, small: real data, a small model, two processes; and a model without
 images."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

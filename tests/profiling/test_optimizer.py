@@ -1,7 +1,5 @@
 """The optimizer's time per parameter, on whatever device is here, and the bytes that it moves."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import pytest

@@ -1,7 +1,5 @@
 """Measurements of an interrupted profile are taken over only where they belong."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Measured routing is that of transformers' own model, by modality."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Bytes of inputs and cuts of a real model's table, against the tensors themselves."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

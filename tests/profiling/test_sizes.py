@@ -1,7 +1,5 @@
 """Draws: microbatches of the data's own sequences, enough of them, none without work."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import numpy as np

@@ -1,7 +1,5 @@
 """When a device has settled under load, and what its profile records of that load."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

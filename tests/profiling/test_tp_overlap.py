@@ -1,8 +1,6 @@
 """What overlapping messages save: the ring's closed form, and never less time than the kernels or
 the messages take."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial

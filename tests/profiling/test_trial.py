@@ -1,7 +1,5 @@
 """A module on a device: gradients summed as in training, and on a GPU passes without pauses."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch

@@ -1,8 +1,6 @@
 """Ranks and reference of the equivalence tests: the same steps, once split over ranks and once in
 one process."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence

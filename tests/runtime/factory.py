@@ -1,7 +1,5 @@
 """Small runs and hand-made plans for the runtime's tests."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +9,8 @@ import yaml
 from disttrain_cli.data.indexing.building import build_index
 from disttrain_cli.models.graph import describe, layer_table
 from disttrain_cli.runtime.hooks import Step
-from disttrain_cli.spec.plan import Layout, Plan, Prediction, Search, UnitPlan
+from disttrain_cli.spec.plan import Layout, Plan, Search, UnitPlan
+from disttrain_cli.spec.prediction import Prediction
 from disttrain_cli.spec.profile import Fingerprints, Profile
 from disttrain_cli.spec.runfile import Run, read_run
 from tests.commands.conftest import make_profile

@@ -1,7 +1,5 @@
 """Layouts trained by real ranks, to be compared with one process (`equivalence_worker`)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Container, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple

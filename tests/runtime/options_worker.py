@@ -1,8 +1,6 @@
 """Ranks of the tests of training options: several runs and layouts, one after the other, in the
 same processes."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections import Counter

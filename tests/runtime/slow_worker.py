@@ -1,7 +1,5 @@
 """Ranks that train as ever, but that rank 1 takes longer for every attention."""
 
-from __future__ import annotations
-
 import os
 import time
 from typing import Any

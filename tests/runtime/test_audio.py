@@ -1,8 +1,6 @@
 """A model that hears trains alike on every layout, encoders side by side and in a line (fp32,
 1e-5)."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -2,8 +2,6 @@
 weights equal a single process (fp32, 1e-5), with a VAE in the pipeline and with latents that were
 prepared."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -2,8 +2,6 @@
 1e-5), with TP, DP, PP, freezing, recomputing, split backwards, ZeRO, images and generators.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

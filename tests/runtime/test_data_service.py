@@ -1,8 +1,6 @@
 """Training that pulls its data from `disttrain data serve`, as processes: the same losses, whatever
 is lost."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

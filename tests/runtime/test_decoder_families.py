@@ -6,8 +6,6 @@ ten times the library's own rounding where that is larger. After the step the ex
 by transformers, computes what the library's model computes after the same step.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from functools import cache

@@ -3,8 +3,6 @@ parameters, fp32, 1e-5): alone and beside an LLM that does likewise, with TP, DP
 recomputing, split backwards, adapters, features over cuts, windows, tiles and newlines.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

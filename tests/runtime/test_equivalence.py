@@ -4,8 +4,6 @@ process (fp32, 1e-5).
 One of each kind, a few of them in every run; `test_equivalence_matrix` draws many more.
 """
 
-from __future__ import annotations
-
 import json
 from itertools import pairwise
 from pathlib import Path

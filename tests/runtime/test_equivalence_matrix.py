@@ -6,8 +6,6 @@ of a seeded generator those are trained that bring most pairs of choices which n
 Each is named by what was drawn, so that a failure names its layout.
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass, replace
 from itertools import accumulate, combinations, pairwise

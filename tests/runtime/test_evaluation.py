@@ -1,8 +1,6 @@
 """Held-out losses: those of a direct forward pass, the same every time, and of the steps that ask
 for them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -5,8 +5,6 @@ rows exchanged at once or in halves.
 Losses, norms and parameters equal a single process (fp32, 1e-5).
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -7,8 +7,6 @@ Losses, norms and parameters equal a single process (fp32, 1e-5), with cuts in t
 its DeepStack mergers, between tower and LLM, and inside the blocks that read their features.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

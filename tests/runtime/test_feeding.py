@@ -1,8 +1,6 @@
 """Arrays become the same tensors with and without page-locked memory, and slots are taken in order,
 one ahead."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any

@@ -2,8 +2,6 @@
 in layouts of four ranks: losses, gradient norms and weights equal a single process (fp32, 1e-5),
 with VAEs in the pipeline and with latents that were prepared."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any

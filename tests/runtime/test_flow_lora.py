@@ -1,8 +1,6 @@
 """Adapters of flows over joint attention, on all that can have one and with dropout, in layouts of
 four ranks: equal to a single process (fp32, 1e-5)."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

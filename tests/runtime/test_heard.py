@@ -1,8 +1,6 @@
 """Whole published models that hear, and see images and videos, in one conversation: loss and
 gradients are the library's own, by its own processor."""
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Interleaved 1F1B: ranks with several stages train the same model as a single process (fp32,
 1e-5), and no message of theirs waits forever."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

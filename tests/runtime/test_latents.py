@@ -1,8 +1,6 @@
 """Latents prepared beforehand: the same losses as with the VAE in the pipeline, whoever reads them;
 how they are made, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Iterator

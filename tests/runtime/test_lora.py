@@ -1,8 +1,6 @@
 """Adapters in layouts of four ranks: losses, gradient norms and weights equal a single process
 (fp32, 1e-5), and the modules' own weights stay as they were."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

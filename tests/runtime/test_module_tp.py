@@ -4,8 +4,6 @@ parameters, fp32, 1e-5), with DP, PP, freezing, recomputing, split backwards, ad
 over cuts, tiles, and ranks without images.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Waits and memory of the ranks: rows of the trace, values of a step, and notes of rank 0."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +11,7 @@ from disttrain_cli.analysis.analyze import ask
 from disttrain_cli.runtime.hooks import Step
 from disttrain_cli.runtime.resources import Resources, of_device
 from disttrain_cli.runtime.watching.tracing import Tracer
-from disttrain_cli.spec.plan import StageMemory
+from disttrain_cli.spec.prediction import StageMemory
 from disttrain_cli.spec.stage_graph import RankCoords
 from tests.runtime.factory import step_of
 from tests.runtime.watching.test_hang import graph_of

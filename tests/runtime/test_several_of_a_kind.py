@@ -4,8 +4,6 @@ and in a line.
 Losses, norms and parameters equal a single process (fp32, 1e-5).
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """Training as the command runs it: traces, checkpoints, resuming, and what happens when something
 breaks."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

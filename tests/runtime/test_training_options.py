@@ -1,8 +1,6 @@
 """Freezing, recomputation, schedules, bad losses and models without parts, over four ranks, against
 one process."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Interleaved 1F1B: its passes, its messages, and the proof that no device waits forever."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

@@ -1,7 +1,5 @@
 """Programs of stages: DeepSpeed's 1F1B, split backwards, and evaluations."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import accumulate, pairwise
 

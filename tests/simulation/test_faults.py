@@ -1,7 +1,5 @@
 """Faults: what each kind makes slower, by hand, and what is refused."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

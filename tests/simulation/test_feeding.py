@@ -1,8 +1,6 @@
 """Feeding against the loader's own rule played event by event, closed forms, and the simulator
 without it."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

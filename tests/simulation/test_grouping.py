@@ -1,8 +1,6 @@
 """Replicas joined into processes: the identity, lockstep by hand, never faster; how many processes
 a plan takes."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """Interleaved 1F1B in the simulator: the closed form of equal chunks, and any durations."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The lean evaluation gives the simulator's numbers to the bit."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

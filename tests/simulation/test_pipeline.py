@@ -1,7 +1,5 @@
 """The simulators against closed forms, hand computation, and each other."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from itertools import pairwise

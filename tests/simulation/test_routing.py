@@ -1,7 +1,5 @@
 """Drawn routing of a step: the same for a part of the EP groups as for all, and only in passes."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

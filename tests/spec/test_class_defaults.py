@@ -1,7 +1,5 @@
 """Defaults of processor classes against the installed library's."""
 
-from __future__ import annotations
-
 import ast
 import re
 from importlib.util import find_spec

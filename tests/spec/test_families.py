@@ -44,6 +44,14 @@ def folder(tmp_path):
     return made
 
 
+def refused(folder, file, fields, said):
+    """The folder is refused by name once these fields of a file are others."""
+    rewritten(folder, f"{file}{'' if file == 'config' else '_config'}.json", **fields)
+    with pytest.raises(SpecError) as caught:
+        describe(run_of(folder))
+    assert said in f"{caught.value.what}\n{caught.value.why}" and caught.value.next_step
+
+
 def test_a_folder_says_what_modules_images_and_tokens_are(folder):
     run = run_of(folder)
     model, data = run.file.model, run.file.data
@@ -94,11 +102,7 @@ def test_what_was_filled_in_reads_the_same_again(folder):
         ("config", {"multimodal_projector_bias": False}, "multimodal_projector_bias False"),
         ("config", {"vision_config": None}, "vision_config is used"),
         ("config", {"vision_config": {"model_type": "pixtral"}}, "'pixtral' is not supported"),
-        (
-            "config",
-            {"text_config": {"model_type": "bloom"}},
-            "no pipeline plan of bloom",
-        ),
+        ("config", {"text_config": {"model_type": "bloom"}}, "no pipeline plan of bloom"),
         ("preprocessor", {"do_resize": False}, "do_resize"),
         ("preprocessor", {"do_pad": True}, "do_pad"),
         ("preprocessor", {"size": {"shortest_edge": 16}}, "size differs from"),
@@ -111,11 +115,7 @@ def test_what_was_filled_in_reads_the_same_again(folder):
     ],
 )
 def test_what_is_not_computed_is_refused_by_name(folder, file, fields, said):
-    rewritten(folder, f"{file}{'' if file == 'config' else '_config'}.json", **fields)
-    with pytest.raises(SpecError) as refused:
-        describe(run_of(folder))
-    assert said in f"{refused.value.what}\n{refused.value.why}"
-    assert refused.value.next_step
+    refused(folder, file, fields, said)
 
 
 def test_a_folder_that_is_not_there_or_without_a_processor_is_refused(folder):
@@ -168,10 +168,7 @@ def test_what_is_not_computed_of_idefics3_is_refused_by_name(tmp_path, family, f
     (folder / "processor_config.json").write_text(json.dumps({"image_seq_len": 4}))
     joined = run_of(folder).file.model.modules["vision"]
     assert (joined.merge, joined.projector, joined.feature_layer) == (2, "linear", None)
-    rewritten(folder, f"{file}{'' if file == 'config' else '_config'}.json", **fields)
-    with pytest.raises(SpecError) as refused:
-        describe(run_of(folder))
-    assert said in f"{refused.value.what}\n{refused.value.why}"
+    refused(folder, file, fields, said)
 
 
 PINPOINTS = [[32, 64], [64, 32], [64, 64]]
@@ -199,10 +196,7 @@ def test_what_is_not_computed_of_joined_tiles_is_refused_by_name(
     folder = joined_tiles(tmp_path, family)
     assert describe(run_of(folder)).image.newlines == 4  # a tile's rows
     (folder / "processor_config.json").write_text("{}")
-    rewritten(folder, f"{file}{'' if file == 'config' else '_config'}.json", **fields)
-    with pytest.raises(SpecError) as refused:
-        describe(run_of(folder))
-    assert said in f"{refused.value.what}\n{refused.value.why}"
+    refused(folder, file, fields, said)
 
 
 def test_largest_areas_and_joints_of_joined_tiles_are_refused_by_name(tmp_path):
@@ -278,10 +272,7 @@ def test_a_budget_is_the_folders_and_a_smaller_one_the_users(qwen):
     ],
 )
 def test_a_processor_that_does_not_fit_qwens_tower_is_refused(qwen, fields, said):
-    rewritten(qwen, "preprocessor_config.json", **fields)
-    with pytest.raises(SpecError) as refused:
-        describe(run_of(qwen))
-    assert said in f"{refused.value.what}\n{refused.value.why}"
+    refused(qwen, "preprocessor", fields, said)
 
 
 @pytest.mark.parametrize(
@@ -314,7 +305,4 @@ def test_what_is_not_computed_of_internvl_is_refused_by_name(tmp_path, file, fie
     (folder / "processor_config.json").write_text(json.dumps({"image_seq_length": 4}))
     joined = run_of(folder).file.model.modules["vision"]
     assert (joined.merge, joined.projector, joined.feature_layer) == (2, "norm_mlp", None)
-    rewritten(folder, f"{file}{'' if file == 'config' else '_config'}.json", **fields)
-    with pytest.raises(SpecError) as refused:
-        describe(run_of(folder))
-    assert said in f"{refused.value.what}\n{refused.value.why}"
+    refused(folder, file, fields, said)

@@ -1,7 +1,5 @@
 """Numbers of a folder's video processor: which file they come from, and what is refused by name."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -9,10 +7,7 @@ from typing import Any
 import pytest
 
 from disttrain_cli.errors import SpecError
-from disttrain_cli.spec.families.videos import (
-    video_budget,
-    video_processor_fields,
-)
+from disttrain_cli.spec.families.videos import video_budget, video_processor_fields
 
 
 def write(folder: Path, name: str, **fields: Any) -> None:

@@ -1,7 +1,5 @@
 """Models by their names on Hugging Face, from a hub of our own on loopback."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

@@ -1,7 +1,5 @@
 """A run whose folder moved, with the published model in it: the processor is the same."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

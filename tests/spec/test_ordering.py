@@ -1,7 +1,5 @@
 """Which ordering `auto` stands for."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.planning import synthetic

@@ -1,7 +1,5 @@
 """Plans are written whole, and a hand-edited one is not lost when planning again."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

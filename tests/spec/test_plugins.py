@@ -1,7 +1,5 @@
 """What installed packages add is found; what cannot be added is named with its package."""
 
-from __future__ import annotations
-
 from importlib.metadata import EntryPoint
 
 import pytest

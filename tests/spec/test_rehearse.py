@@ -1,7 +1,5 @@
 """Fields of `rehearse` and `train` that belong together."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

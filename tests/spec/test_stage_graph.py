@@ -1,7 +1,5 @@
 """Every rank has its coordinates; TP groups are next to each other and stay inside a node."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -211,10 +209,6 @@ def test_runs_of_an_ep_group_lie_in_one_node_each(
         if count
     ]
     layout = Layout(
-        global_batch_size=1,
-        microbatch_size=1,
-        microbatches=1,
-        gpus_used=before + dp,
-        units=units,
+        global_batch_size=1, microbatch_size=1, microbatches=1, gpus_used=before + dp, units=units
     )
     assert stage_graph(layout, "llm").stages[-1].ep_nodes(node) == runs

@@ -11,10 +11,7 @@ from disttrain_cli.spec.families.tilings import joined, longest_edge, nearest_ra
 from disttrain_cli.spec.image_processor import ImageProcessor
 from disttrain_cli.spec.tiling import LongestEdge, NearestRatio
 
-INTERNVL = {
-    **IMAGE_PROCESSORS["GotOcr2ImageProcessor"],
-    "size": {"height": 448, "width": 448},
-}
+INTERNVL = {**IMAGE_PROCESSORS["GotOcr2ImageProcessor"], "size": {"height": 448, "width": 448}}
 IDEFICS = IMAGE_PROCESSORS["Idefics3ImageProcessor"]
 LLAVA = {
     **IMAGE_PROCESSORS["LlavaNextImageProcessor"],

@@ -1,8 +1,6 @@
 """Which frames of a video are seen, and at which size: as the published classes' own functions
 say."""
 
-from __future__ import annotations
-
 import random
 from types import SimpleNamespace
 from typing import Any
@@ -15,10 +13,7 @@ from tests.video_models import RULES, published
 
 RATES = (24.0, 25.0, 30.0, 30_000 / 1001, 24_000 / 1001, 60.0, 12.5, 7.0)
 LARGEST = 2**40
-LIMITS = {
-    "qwen2_5_vl": (28, 3136, 602_112),
-    "qwen3_vl": (32, 4096, 3_145_728),
-}
+LIMITS = {"qwen2_5_vl": (28, 3136, 602_112), "qwen3_vl": (32, 4096, 3_145_728)}
 
 
 def rule(family: str, **fields: Any) -> VideoProcessor:

@@ -58,11 +58,9 @@ def test_a_file_keeps_its_owner(tmp_path):
 @pytest.mark.parametrize("there", [True, False])
 def test_a_link_stays_and_its_file_is_written(tmp_path, there):
     (tmp_path / "elsewhere").mkdir()
-    file, link, second = (
-        tmp_path / "elsewhere" / "plan.yaml",
-        tmp_path / "plan.yaml",
-        tmp_path / "again.yaml",
-    )
+    file = tmp_path / "elsewhere" / "plan.yaml"
+    link = tmp_path / "plan.yaml"
+    second = tmp_path / "again.yaml"
     if there:
         file.write_text("old")
     link.symlink_to("elsewhere/plan.yaml")

@@ -24,10 +24,7 @@ def chained(levels):
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        (
-            multiplied(12),
-            "more than 200,000 values, counting those of aliases, in line 6",
-        ),
+        (multiplied(12), "more than 200,000 values, counting those of aliases, in line 6"),
         ("a: [" + "1, " * 200_001 + "]", "more than 200,000 values"),
         ("a: &a\n  b: [*a]", "the alias *a is inside the value that it refers to, in line 2"),
         ("a: &a\n  <<: *a", "the alias *a is inside the value that it refers to, in line 2"),

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
+from disttrain_cli.analysis.cache import cached_result
 from disttrain_cli.analysis.formats import Format, Traces, files_of, find_format
-from disttrain_cli.analysis.remembered import remembered
 from disttrain_cli.analysis.result.summary import Analysis
 from disttrain_cli.analysis.sql import Answer, Table, answer, rows
 from disttrain_cli.analysis.views import documented_views, explain
@@ -52,7 +52,7 @@ def analyze_open(
     named = f"{trace_format} {[str(path) for path in paths]}"
     # opened at most once, and not at all if both results are cached
     traces = cache(lambda: _open(trace_format, files, progress))
-    analysis = remembered(
+    analysis = cached_result(
         inputs, f"analysis {named}", Analysis, lambda: _judge(trace_format, traces())
     )
     if left_out:
@@ -61,7 +61,7 @@ def analyze_open(
     def drawn() -> Pictures:
         from disttrain_cli.analysis.report.pictures import Pictures
 
-        return remembered(
+        return cached_result(
             inputs,
             f"pictures {named}",
             Pictures,

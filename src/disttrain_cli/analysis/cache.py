@@ -1,5 +1,9 @@
 """Cache of what is built from traces: one file per set of inputs, in the user's cache folder.
 
+Databases are stored as they are. Results (an analysis, the data of the report's pictures) are JSON,
+under a key that also has every file of this program: an analysis of unchanged files is returned
+without reading them again.
+
 The folder is `$XDG_CACHE_HOME/disttrain` or `~/.cache/disttrain`. A file's name is a hash of the
 inputs' absolute paths, sizes and modification times and of the reader's version, so changed inputs
 are read again.
@@ -16,10 +20,16 @@ from collections.abc import Callable
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import msgspec
 
 from disttrain_cli import __version__
+from disttrain_cli.analysis.result.summary import plain
 from disttrain_cli.spec.user_cache import cache_folder
+from disttrain_cli.spec.whole import write_whole
+
+Result = TypeVar("Result")
 
 #: Maximum size of the cache; beyond it, the least recently used files are removed.
 MOST_BYTES = 8 * 2**30
@@ -64,6 +74,38 @@ def cached(
     shutil.rmtree(work, ignore_errors=True)
     _bound(folder, target)
     return target, True
+
+
+def cached_result(
+    inputs: list[Path], about: str, kind: type[Result], find: Callable[[], Result]
+) -> Result:
+    """Return the cached result for `inputs`, or compute it by `find` and cache it.
+
+    Args:
+        inputs: every file that the result depends on.
+        about: name of the result, and all else that it depends on.
+        kind: type of the result: a struct or a dataclass.
+        find: computes the result.
+    """
+
+    def build(file: Path) -> None:
+        write_whole(file, msgspec.json.encode(find(), enc_hook=plain))
+
+    def known() -> Result:
+        path, stays = cached(inputs, f"{about} {program()}", build, ".json")
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=kind)
+        except msgspec.MsgspecError:
+            path.unlink(missing_ok=True)
+            raise
+        finally:
+            if not stays:
+                forget(path)
+
+    try:
+        return known()
+    except msgspec.MsgspecError:  # damaged file: compute the result again
+        return known()
 
 
 def forget(database: Path) -> None:

@@ -145,13 +145,15 @@ def _pick(
     gains = [gain([one]) for one in left]
     best = int(np.argmax(gains))
     kinds = {one.cause: [other for other in left if other.cause == one.cause] for one in left}
-    whole = {cause: gain(alike) for cause, alike in kinds.items() if len(alike) > 1}
-    together = max(whole, key=lambda cause: whole[cause], default=None)
-    alone = gains[best] >= least and gains[best] >= ALONE_SHARE * whole.get(left[best].cause, 0.0)
-    if alone and (together in (None, left[best].cause) or gains[best] >= whole[together]):
+    kind_gains = {cause: gain(alike) for cause, alike in kinds.items() if len(alike) > 1}
+    together = max(kind_gains, key=lambda cause: kind_gains[cause], default=None)
+    alone = gains[best] >= least and gains[best] >= ALONE_SHARE * kind_gains.get(
+        left[best].cause, 0.0
+    )
+    if alone and (together in (None, left[best].cause) or gains[best] >= kind_gains[together]):
         return [left[best]]
-    if together is not None and whole[together] >= least:
-        return _fewest(gain, kinds[together], whole[together])
+    if together is not None and kind_gains[together] >= least:
+        return _fewest(gain, kinds[together], kind_gains[together])
     if gains[best] < least and len(kinds) > 1 and (all_s := gain(left)) >= least:
         return _fewest(gain, left, all_s)
     return [left[best]]

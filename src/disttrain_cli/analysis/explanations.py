@@ -54,7 +54,7 @@ def _unit(record: Record, finding: Finding) -> Explanation:
     binding = max(losses.busy, key=lambda unit: losses.busy[unit])
     lightest = min(losses.busy, key=lambda unit: losses.busy[unit])
     evidence = [
-        Evidence(what=f"{unit}: compute per rank and step", value=seconds, unit="s")
+        Evidence(f"{unit}: compute per rank and step", seconds, "s")
         for unit, seconds in losses.busy.items()
     ]
     off = [
@@ -88,9 +88,7 @@ def _slow_unit(record: Record, place: Place) -> Explanation:
         + clocks_of(record, [one for one in record.where.values() if one.unit == place.unit]),
         [
             Evidence(
-                what=f"{place.unit}: compute per rank and step",
-                value=record.losses.busy[str(place.unit)],
-                unit="s",
+                f"{place.unit}: compute per rank and step", record.losses.busy[str(place.unit)], "s"
             )
         ],
         f"{place.unit} takes longer than its profile predicts, and the other units do not: check"
@@ -110,14 +108,10 @@ def _intra(record: Record, finding: Finding) -> Explanation:
     replica = heaviest if often >= OFTEN else None
     evidence = [
         Evidence(
-            what=f"{unit}: work of the heaviest replica of a slot ÷ mean of the slot",
-            value=factor,
-            unit="ratio",
+            f"{unit}: work of the heaviest replica of a slot ÷ mean of the slot", factor, "ratio"
         ),
         Evidence(
-            what=f"{unit} replica {heaviest}: slots in which it is the heaviest",
-            value=often,
-            unit="share of slots",
+            f"{unit} replica {heaviest}: slots in which it is the heaviest", often, "share of slots"
         ),
     ]
     return Explanation(
@@ -136,11 +130,7 @@ def _inter(record: Record, finding: Finding) -> Explanation:
         ((slot, work) for (name, slot), work in record.losses.slot_work.items() if name == unit),
         key=lambda item: item[1],
     )
-    evidence = [
-        Evidence(
-            what=f"{unit}: work of slot {slot} ÷ mean of the slots", value=factor, unit="ratio"
-        )
-    ]
+    evidence = [Evidence(f"{unit}: work of slot {slot} ÷ mean of the slots", factor, "ratio")]
     return Explanation(
         Place(unit=unit),
         f"Uneven data across the slots of a step, mostly in {unit}",
@@ -172,9 +162,9 @@ def _stage(record: Record, finding: Finding) -> Explanation:
             ),
             [
                 Evidence(
-                    what=f"stage {place.stage} of {unit}: time ÷ mean of the stages",
-                    value=record.losses.stage_factor[unit, place.stage],
-                    unit="ratio",
+                    f"stage {place.stage} of {unit}: time ÷ mean of the stages",
+                    record.losses.stage_factor[unit, place.stage],
+                    "ratio",
                 )
             ],
             "Its ranks take longer for their work than those of the other stages: check their"
@@ -190,11 +180,7 @@ def _stage(record: Record, finding: Finding) -> Explanation:
         ),
         key=lambda item: item[1],
     )
-    evidence = [
-        Evidence(
-            what=f"stage {stage} of {unit}: time ÷ mean of the stages", value=factor, unit="ratio"
-        )
-    ]
+    evidence = [Evidence(f"stage {stage} of {unit}: time ÷ mean of the stages", factor, "ratio")]
     return Explanation(
         Place(unit=unit, stage=stage),
         f"Stage {stage} of {unit} is heavier than its other stages",
@@ -231,9 +217,9 @@ def _worker(record: Record, finding: Finding) -> Explanation:
         sentence += ", and the other ranks of its group wait for it in communication"
         evidence.append(
             Evidence(
-                what=f"rank {place.rank}: passes in which the other ranks of its group wait for it",
-                value=waited,
-                unit="share of their time",
+                f"rank {place.rank}: passes in which the other ranks of its group wait for it",
+                waited,
+                "share of their time",
             )
         )
     if len(finding.places) > 1:
@@ -259,14 +245,14 @@ def _worker(record: Record, finding: Finding) -> Explanation:
         evidence
         + [
             Evidence(
-                what=f"rank {one.rank}: time ÷ time that its work and stage explain",
-                value=record.losses.rank_factor[int(one.rank or 0)],
-                unit="ratio",
+                f"rank {one.rank}: time ÷ time that its work and stage explain",
+                record.losses.rank_factor[int(one.rank or 0)],
+                "ratio",
             )
             for one in named[:MOST_PLACES]
         ]
         + [
-            Evidence(what=f"rank {one.rank}: SM clock of its GPU", value=low.mhz, unit="MHz")
+            Evidence(f"rank {one.rank}: SM clock of its GPU", low.mhz, "MHz")
             for one in named[:MOST_PLACES]
             if (low := record.slow_clocks.get(int(one.rank or 0))) is not None
         ],
@@ -286,16 +272,14 @@ def _experts(record: Record, finding: Finding) -> Explanation:
         [
             *(
                 Evidence(
-                    what=f"rank {one.rank}: rows of its experts ÷ mean of its EP group",
-                    value=load,
-                    unit="ratio",
+                    f"rank {one.rank}: rows of its experts ÷ mean of its EP group", load, "ratio"
                 )
                 for one, load in zip(places, loads, strict=True)
             ),
             Evidence(
-                what=f"rank {place.rank}: passes in which the other ranks of its group wait for it",
-                value=record.waited_for[int(place.rank or 0)],
-                unit="share of their time",
+                f"rank {place.rank}: passes in which the other ranks of its group wait for it",
+                record.waited_for[int(place.rank or 0)],
+                "share of their time",
             ),
         ],
         "No device is slow: balance the router (auxiliary loss, bias), or set a lower ep, whose"
@@ -330,12 +314,10 @@ def _communication(record: Record, finding: Finding) -> Explanation:
     unit, stage = max(slow, key=lambda cut: links.get(cut, 0.0))
     evidence = [
         Evidence(
-            what=(
-                f"{name} stage {number}: excess time of transfers to and from the next stage,"
-                " summed over ranks"
-            ),
-            value=seconds,
-            unit="s",
+            f"{name} stage {number}: excess time of transfers to and from the next stage,"
+            " summed over ranks",
+            seconds,
+            "s",
         )
         for (name, number), seconds in sorted(links.items(), key=lambda item: -item[1])[:3]
     ]
@@ -362,9 +344,7 @@ def _update(record: Record, finding: Finding) -> Explanation:
             "The end of a step, after its last pass, takes longer than the profile predicts or than"
             " usual",
             [
-                Evidence(
-                    what=f"{one.place}: {_UPDATES[one.operation]}", value=one.measured, unit="ms"
-                )
+                Evidence(f"{one.place}: {_UPDATES[one.operation]}", one.measured, "ms")
                 for one in rows[:3]
             ],
             "Check what the ranks do at the end of a step, and which links they use.",
@@ -375,12 +355,8 @@ def _update(record: Record, finding: Finding) -> Explanation:
         Place(unit=row.unit, stage=row.stage),
         f"The {what} of {row.unit} stage {row.stage} is slow",
         [
-            Evidence(what=f"{row.place}: {what}", value=row.measured, unit="ms"),
-            Evidence(
-                what=f"{row.place}: {what}, predicted by the profile",
-                value=row.predicted,
-                unit="ms",
-            ),
+            Evidence(f"{row.place}: {what}", row.measured, "ms"),
+            Evidence(f"{row.place}: {what}, predicted by the profile", row.predicted, "ms"),
         ],
         (
             f"Check the links between the replicas of stage {row.stage} of {row.unit}."
@@ -411,11 +387,11 @@ def _busy(place: Place) -> Explanation:
 
 
 def _unheard(finding: Finding) -> Explanation:
-    whole = {(one.unit, one.stage) for one in finding.places if one.replica is None}
-    names = [f"{unit} stage {stage}" for unit, stage in sorted(whole)] + [
+    whole_stages = {(one.unit, one.stage) for one in finding.places if one.replica is None}
+    names = [f"{unit} stage {stage}" for unit, stage in sorted(whole_stages)] + [
         f"{one.unit} stage {one.stage} replica {one.replica}"
         for one in finding.places
-        if (one.unit, one.stage) not in whole
+        if (one.unit, one.stage) not in whole_stages
     ]
     return Explanation(
         common(finding.places),
@@ -435,18 +411,16 @@ def _data(record: Record, finding: Finding) -> Explanation:
     replica = _alone(units[unit])
     evidence = [
         Evidence(
-            what=f"{name}: waiting for data, mean of its replicas per step",
-            value=sum(waits.values()) / len(waits),
-            unit="s",
+            f"{name}: waiting for data, mean of its replicas per step",
+            sum(waits.values()) / len(waits),
+            "s",
         )
         for name, waits in units.items()
     ]
     if replica is not None:
         evidence.append(
             Evidence(
-                what=f"{unit} replica {replica}: waiting for data, per step",
-                value=units[unit][replica],
-                unit="s",
+                f"{unit} replica {replica}: waiting for data, per step", units[unit][replica], "s"
             )
         )
     return Explanation(
@@ -471,13 +445,7 @@ def _host(record: Record, finding: Finding) -> Explanation:
     return Explanation(
         place if alone else Place(unit=place.unit, host=host),
         sentence,
-        [
-            Evidence(
-                what=f"rank {rank}: time not covered by any operation, per step",
-                value=gap[rank],
-                unit="s",
-            )
-        ],
+        [Evidence(f"rank {rank}: time not covered by any operation, per step", gap[rank], "s")],
         "Look for other processes, garbage collection or clock throttling on"
         f" {f'host {host}' if host else 'the hosts of all ranks'}.",
         HOST_GAPS,
@@ -499,11 +467,9 @@ def _ranks(places: list[Place]) -> str:
     shown = names[:MOST_PLACES] + (
         [f"{len(places) - MOST_PLACES} more"] if len(places) > MOST_PLACES else []
     )
-    return (
-        f"Ranks {', '.join(shown[:-1])} and {shown[-1]}"
-        if len(shown) > 1
-        else f"Rank {shown[0]} and others"
-    )
+    if len(shown) > 1:
+        return f"Ranks {', '.join(shown[:-1])} and {shown[-1]}"
+    return f"Rank {shown[0]} and others"
 
 
 def _alone(seconds: Mapping[Name, float]) -> Name | None:

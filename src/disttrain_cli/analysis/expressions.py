@@ -156,7 +156,7 @@ class _Condition:
         self._place += 3
         return self._compared(three[0][1], three[1][1], three[2])
 
-    def _compared(self, name: str, sign: str, given: Token) -> bool:
+    def _compared(self, name: str, sign: str, right: Token) -> bool:
         value = self._value(name)
         self.seen[
             (
@@ -165,7 +165,7 @@ class _Condition:
                 else f"{name} is {value or 'not known'}"
             )
         ] = None
-        kind, text = given
+        kind, text = right
         if kind == "number" and value is None and name.startswith("verdict.place."):
             return sign == "!="  # the verdict has no such location
         if kind == "number" and value is None:
@@ -211,7 +211,7 @@ class _Condition:
 class _Form(_Condition):
     """Condition that is only parsed, without an analysis."""
 
-    def _compared(self, name: str, sign: str, given: Token) -> bool:
+    def _compared(self, name: str, sign: str, right: Token) -> bool:
         return False
 
 

@@ -116,7 +116,11 @@ def files_of(trace_format: Format, paths: list[Path]) -> list[Path]:
 def _look(path: Path) -> Traces:
     rank = path.parent if path.name.startswith("segment-") else path
     if rank.name.startswith("rank-") and any(rank.glob("segment-*")):
-        raise _one_rank(path, rank)
+        raise DataError(
+            f"{path} is one rank's part of a run's traces",
+            "a step can only be analysed with all of its ranks",
+            f"Analyse the run: {call('analyze', rank.resolve().parent)}",
+        )
     if path.is_dir():
         return _look_through(path)
     if not path.exists():
@@ -188,14 +192,6 @@ def _look_through(folder: Path) -> Traces:
             "disttrain", ours[:1], [*said, *_left_out(ours[1:], f"{ours[0].name} is analysed")]
         )
     return Traces("kineto", [], said) if said else Traces("disttrain", [folder], [])
-
-
-def _one_rank(path: Path, folder: Path) -> DataError:
-    return DataError(
-        f"{path} is one rank's part of a run's traces",
-        "a step can only be analysed with all of its ranks",
-        f"Analyse the run: {call('analyze', folder.resolve().parent)}",
-    )
 
 
 def _left_out(files: list[Path], why: str) -> list[str]:

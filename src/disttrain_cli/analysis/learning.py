@@ -158,12 +158,7 @@ def _courses(rows: Sequence[Mapping[str, Any]], profile: Profile) -> dict[str, C
 
 
 def _course(
-    name: str,
-    course: Course,
-    bar: LossToBeat | None,
-    settled: int,
-    known: bool,
-    passes: float,
+    name: str, course: Course, bar: LossToBeat | None, settled: int, known: bool, passes: float
 ) -> LossCourse:
     """Judge one loss.
 

@@ -90,7 +90,7 @@ def judge(record: Record, findings: Sequence[Finding]) -> Verdict:
     remarks = list(_remarks(record, findings, main, large))
     evidence = [
         *_steps(record),
-        Evidence(what=f"saved by fixing it: {explanation.sentence}", value=gain_s, unit="s"),
+        Evidence(f"saved by fixing it: {explanation.sentence}", gain_s, "s"),
         *(figure for remark in remarks for figure in remark.evidence),
     ]
     found = (
@@ -113,16 +113,10 @@ def judge(record: Record, findings: Sequence[Finding]) -> Verdict:
 def _steps(record: Record) -> list[Evidence]:
     predicted = _predicted_step(record)
     return [
-        Evidence(what="recorded step", value=record.measured_s, unit="s"),
-        *(
-            [Evidence(what=f"step as {_by(predicted)}", value=predicted.predicted, unit="s")]
-            if predicted
-            else []
-        ),
+        Evidence("recorded step", record.measured_s, "s"),
+        *([Evidence(f"step as {_by(predicted)}", predicted.predicted, "s")] if predicted else []),
         Evidence(
-            what="ideal step: GPUs perfectly shared, no delays",
-            value=float(record.losses.ideal.mean()),
-            unit="s",
+            "ideal step: GPUs perfectly shared, no delays", float(record.losses.ideal.mean()), "s"
         ),
     ]
 
@@ -149,9 +143,7 @@ def _remarks(
     yield _how_often(record, main)
     if _one_event(record, main):
         figure = Evidence(
-            what="saved by fixing it, without its largest single event",
-            value=float(main.rest_s or 0.0),
-            unit="s",
+            "saved by fixing it, without its largest single event", float(main.rest_s or 0.0), "s"
         )
         yield _Remark(["It is due to a single event in one step."], [figure])
 
@@ -161,7 +153,7 @@ def _hidden(record: Record, findings: Sequence[Finding], main: Finding) -> _Rema
     behind = "; ".join(_explained(record, one).sentence for one in findings[: findings.index(main)])
     return _Remark(
         [f"Fixing it alone saves {alone_s:.3g} s, because another cause hides it: {behind}."],
-        [Evidence(what="saved by fixing it alone, all else as recorded", value=alone_s, unit="s")],
+        [Evidence("saved by fixing it alone, all else as recorded", alone_s, "s")],
     )
 
 
@@ -171,9 +163,7 @@ def _also(record: Record, finding: Finding, large: bool) -> _Remark:
     worth = gain_s >= SMALLEST_SHARE * record.measured_s
     return _Remark(
         [f"Also: {sentence}, {most_s:.3g} s."] if large else [],
-        [Evidence(what=f"saved by fixing next: {sentence}", value=gain_s, unit="s")]
-        if worth
-        else [],
+        [Evidence(f"saved by fixing next: {sentence}", gain_s, "s")] if worth else [],
     )
 
 
@@ -181,9 +171,7 @@ def _how_often(record: Record, main: Finding) -> _Remark:
     often = main.gain_s >= main.least_share * record.losses.measured
     rare = 0 < often.sum() <= len(often) / 2
     figure = Evidence(
-        what="steps in which fixing it saves that much",
-        unit="share of steps",
-        value=float(often.mean()),
+        "steps in which fixing it saves that much", float(often.mean()), "share of steps"
     )
     note = f"Only in {often.sum()} of {counted(len(often), 'step')}."
     return _Remark([note] if rare else [], [figure])
@@ -200,21 +188,17 @@ def _explained(record: Record, finding: Finding) -> Explanation:
     if not _crowded(record, finding):
         return explanation
     figure = Evidence(
-        what="compute time of all ranks ÷ time of the shared cores",
-        value=record.losses.crowded,
-        unit="ratio",
+        "compute time of all ranks ÷ time of the shared cores", record.losses.crowded, "ratio"
     )
     explanation = explanation._replace(
-        evidence=[*explanation.evidence, figure],
-        advice=_FEWER_RANKS,
-        command=_fewer_ranks(record),
+        evidence=[*explanation.evidence, figure], advice=_FEWER_RANKS, command=_fewer_ranks(record)
     )
     if finding.cause != "host":
         return explanation
     slow = Evidence(
-        what="transfers beyond their usual time, summed over ranks",
-        value=sum(record.losses.links.values()),
-        unit="s",
+        "transfers beyond their usual time, summed over ranks",
+        sum(record.losses.links.values()),
+        "s",
     )
     rank = explanation.place.rank
     return explanation._replace(
@@ -246,11 +230,7 @@ def _calm(record: Record, findings: Sequence[Finding]) -> Verdict:
     )
     for one in small:
         evidence.append(
-            Evidence(
-                what=f"small: {_explained(record, one).sentence}",
-                value=float(one.gain_s.mean()),
-                unit="s",
-            )
+            Evidence(f"small: {_explained(record, one).sentence}", float(one.gain_s.mean()), "s")
         )
     faults, limits = ([one for one in small if one.limit == limit] for limit in (False, True))
     if faults:
@@ -278,9 +258,7 @@ def _calm(record: Record, findings: Sequence[Finding]) -> Verdict:
     fill = record.shares["warmup"] + record.shares["drain"] if record.pipelined else 0.0
     evidence += bubbles
     if record.pipelined:
-        evidence.append(
-            Evidence(what="warm-up and drain of the pipeline", value=fill, unit="share of time")
-        )
+        evidence.append(Evidence("warm-up and drain of the pipeline", fill, "share of time"))
     gains = np.array(
         [one.gain_s / losses.measured * (LEAST_SHARE / one.least_share) for one in findings]
     )
@@ -400,20 +378,16 @@ def _own_bubbles(record: Record, findings: Sequence[Finding]) -> list[Evidence]:
     """Return evidence of the saving by an ideal partition of the devices, which no layout has."""
     regained = sum(float(one.gain_s.mean()) for one in findings if one.cause == "unit")
     kept = float(record.losses.lost["unit"].mean()) - regained
-    return (
-        [
+    if kept >= SMALLEST_SHARE * record.measured_s:
+        return [
             Evidence(
-                what=(
-                    "the plan's inherent bubbles: whole devices cannot be shared more evenly"
-                    " between the units"
-                ),
-                value=kept,
-                unit="s",
+                "the plan's inherent bubbles: whole devices cannot be shared more evenly"
+                " between the units",
+                kept,
+                "s",
             )
         ]
-        if kept >= SMALLEST_SHARE * record.measured_s
-        else []
-    )
+    return []
 
 
 def _helped(record: Record, main: Finding, explanation: Explanation) -> Explanation:
@@ -488,10 +462,8 @@ def unknown(reason: str) -> Verdict:
 def _calm_advice(
     record: Record, slower: bool, fill: float, remedy: Remedy | None
 ) -> dict[str, str]:
-    advice, command = (
-        "Nothing to fix; more speed needs more GPUs or faster kernels.",
-        "disttrain plan --top 5",
-    )
+    advice = "Nothing to fix; more speed needs more GPUs or faster kernels."
+    command = "disttrain plan --top 5"
     if fill > 0.25:
         advice = (
             f"{100 * fill:.0f} % of the time is the pipeline's warm-up and drain: more slots per"

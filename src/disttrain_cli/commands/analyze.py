@@ -11,10 +11,7 @@ from disttrain_cli.analysis.figures import counted
 from disttrain_cli.api import analyze, holds, open_run, write_perfetto
 from disttrain_cli.api.analysing import folder_of
 from disttrain_cli.commands.analyze_tables import render
-from disttrain_cli.commands.common import (
-    JsonFlag,
-    QuietFlag,
-)
+from disttrain_cli.commands.common import JsonFlag, QuietFlag
 from disttrain_cli.commands.compare_tables import show_comparison
 from disttrain_cli.commands.device_tables import figure
 from disttrain_cli.commands.flight_tables import are_dumps, show_dumps
@@ -43,11 +40,9 @@ def run(
         typer.Argument(
             metavar="PATH",
             show_default=False,
-            help=(
-                "Run folders, folders with a disttrain.yaml, trace folders, traces of any PyTorch"
-                " job (Kineto/Chrome JSON, or .gz; also files written by --perfetto), or dumps of"
-                " PyTorch's flight recorder; by default the run of ./disttrain.yaml."
-            ),
+            help="Run folders, folders with a disttrain.yaml, trace folders, traces of any PyTorch"
+            " job (Kineto/Chrome JSON, or .gz; also files written by --perfetto), or dumps of"
+            " PyTorch's flight recorder; by default the run of ./disttrain.yaml.",
         ),
     ] = None,
     html: Annotated[
@@ -57,17 +52,14 @@ def run(
         ),
     ] = None,
     sql: Annotated[
-        str | None,
-        typer.Option(metavar="QUERY", help="Only run one SELECT over the traces."),
+        str | None, typer.Option(metavar="QUERY", help="Only run one SELECT over the traces.")
     ] = None,
     perfetto: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help=(
-                "Only export disttrain traces as Chrome JSON for ui.perfetto.dev (compressed if"
-                " the name ends in .gz)."
-            ),
+            help="Only export disttrain traces as Chrome JSON for ui.perfetto.dev (compressed if"
+            " the name ends in .gz).",
         ),
     ] = None,
     compare: Annotated[
@@ -77,10 +69,8 @@ def run(
         str | None,
         typer.Option(
             metavar="EXPR",
-            help=(
-                "Exit with code 5 if this condition holds: comparisons of figures and texts of"
-                " --json, joined by and, or, not."
-            ),
+            help="Exit with code 5 if this condition holds: comparisons of figures and texts of"
+            " --json, joined by and, or, not.",
         ),
     ] = None,
     json_mode: JsonFlag = False,
@@ -158,12 +148,12 @@ def _only_one(alone: dict[str, object], others: dict[str, object]) -> None:
     Raises:
         UsageError: an exclusive option is combined with another option.
     """
-    given = [name for name, value in (alone | others).items() if value is not None]
-    if len(given) > 1 and given[0] in alone:
+    options = [name for name, value in (alone | others).items() if value is not None]
+    if len(options) > 1 and options[0] in alone:
         raise UsageError(
-            f"{given[0]} does nothing else, so {' and '.join(given[1:])} would have no effect",
-            f"given: {' '.join(given)}",
-            f"Run disttrain analyze twice: with {given[0]}, and without",
+            f"{options[0]} does nothing else, so {' and '.join(options[1:])} would have no effect",
+            f"given: {' '.join(options)}",
+            f"Run disttrain analyze twice: with {options[0]}, and without",
         )
 
 

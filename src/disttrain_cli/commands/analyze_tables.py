@@ -22,19 +22,9 @@ MOST_RANKS, MOST_COLLECTIVES, MOST_KERNELS = 32, 8, 10
 
 def render(console: Console, analysis: Analysis) -> None:
     """Print verdict, evidence and job, then the format's tables, then the figures' limits."""
-    for show in (
-        _verdict,
-        _evidence,
-        _causes,
-        _job,
-        _units,
-        _inside,
-        _memory,
-        _experts,
-        _lost,
-        _remedies,
-    ):
+    for show in (_verdict, _evidence, _causes, _job, _units, _inside, _memory, _experts, _lost):
         show(console, analysis)
+    _remedies(console, analysis)
     if analysis.format == "kineto":
         _kineto(console, analysis)
         show_devices(console, analysis)
@@ -76,19 +66,16 @@ def _evidence(console: Console, analysis: Analysis) -> None:
 
 
 def _causes(console: Console, analysis: Analysis) -> None:
-    console.table(
+    console.grid(
         "Saved by fixing each cause, one after another (below 5 %, a cause is not a verdict)",
-        ["cause", "what", "saved s", "share of step", "alone s", "confidence"],
+        analysis.causes,
         [
-            [
-                row.cause,
-                row.sentence + (" (a single event)" if row.one_event else ""),
-                figure(row.gain_s),
-                percent(row.gain_pct / 100),
-                figure(row.alone_s),
-                percent(row.confidence),
-            ]
-            for row in analysis.causes
+            ("cause", lambda row: row.cause),
+            ("what", lambda row: row.sentence + (" (a single event)" if row.one_event else "")),
+            ("saved s", lambda row: figure(row.gain_s)),
+            ("share of step", lambda row: percent(row.gain_pct / 100)),
+            ("alone s", lambda row: figure(row.alone_s)),
+            ("confidence", lambda row: percent(row.confidence)),
         ],
     )
 
@@ -107,47 +94,24 @@ def _job(console: Console, analysis: Analysis) -> None:
 
 
 def _units(console: Console, analysis: Analysis) -> None:
-    console.table(
+    console.grid(
         "Units; seconds per step and rank",
+        analysis.units,
         [
-            "unit",
-            "devices",
-            "DP",
-            "PP",
-            "MFU",
-            "busy",
-            "compute s",
-            "data wait s",
-            "warm-up and drain s",
-            "other unit s",
-            "other stage s",
-            "transfer s",
-            "update s",
-            "gap s",
-        ],
-        [
-            [
-                unit.name,
-                unit.gpus,
-                unit.dp,
-                unit.pp,
-                percent(unit.mfu),
-                percent(unit.busy_fraction),
-                *(
-                    f"{value:.3f}"
-                    for value in (
-                        unit.compute_s,
-                        unit.data_wait_s,
-                        unit.warmup_drain_s,
-                        unit.other_unit_s,
-                        unit.other_stage_s,
-                        unit.transfer_s,
-                        unit.update_s,
-                        unit.gap_s,
-                    )
-                ),
-            ]
-            for unit in analysis.units
+            ("unit", lambda unit: unit.name),
+            ("devices", lambda unit: unit.gpus),
+            ("DP", lambda unit: unit.dp),
+            ("PP", lambda unit: unit.pp),
+            ("MFU", lambda unit: percent(unit.mfu)),
+            ("busy", lambda unit: percent(unit.busy_fraction)),
+            ("compute s", lambda unit: f"{unit.compute_s:.3f}"),
+            ("data wait s", lambda unit: f"{unit.data_wait_s:.3f}"),
+            ("warm-up and drain s", lambda unit: f"{unit.warmup_drain_s:.3f}"),
+            ("other unit s", lambda unit: f"{unit.other_unit_s:.3f}"),
+            ("other stage s", lambda unit: f"{unit.other_stage_s:.3f}"),
+            ("transfer s", lambda unit: f"{unit.transfer_s:.3f}"),
+            ("update s", lambda unit: f"{unit.update_s:.3f}"),
+            ("gap s", lambda unit: f"{unit.gap_s:.3f}"),
         ],
     )
 
@@ -175,21 +139,18 @@ def _inside(console: Console, analysis: Analysis) -> None:
 
 def _experts(console: Console, analysis: Analysis) -> None:
     shown = sorted(analysis.experts, key=lambda row: -row.load)[:MOST_OPERATIONS]
-    console.table(
+    console.grid(
         "Rows by expert, all ranks and per step; layers with the fullest expert first",
-        ["module", "layer", "experts", "mean rows", "fullest ÷ mean", "expert", "in use", ""],
+        shown,
         [
-            [
-                row.module,
-                row.layer,
-                len(row.rows),
-                figure(sum(row.rows) / len(row.rows)),
-                f"{row.load:.2f}",
-                row.fullest,
-                f"{row.in_use:.1f}",
-                "collapsed" if row.collapsed else "",
-            ]
-            for row in shown
+            ("module", lambda row: row.module),
+            ("layer", lambda row: row.layer),
+            ("experts", lambda row: len(row.rows)),
+            ("mean rows", lambda row: figure(sum(row.rows) / len(row.rows))),
+            ("fullest ÷ mean", lambda row: f"{row.load:.2f}"),
+            ("expert", lambda row: row.fullest),
+            ("in use", lambda row: f"{row.in_use:.1f}"),
+            ("", lambda row: "collapsed" if row.collapsed else ""),
         ],
     )
 
@@ -240,20 +201,16 @@ def _lost(console: Console, analysis: Analysis) -> None:
 
 
 def _remedies(console: Console, analysis: Analysis) -> None:
-    console.table(
+    console.grid(
         "Saved by one change, all else as recorded (savings do not add up; next commands: --json)",
-        ["change", "basis", "devices", "step s", "saved s", "share of step"],
+        [row for row in analysis.remedies if row.worth],
         [
-            [
-                row.change,
-                row.basis,
-                f"{row.gpus:+d}" if row.gpus else "same",
-                figure(row.step_s),
-                figure(row.gain_s),
-                percent(row.gain_pct / 100),
-            ]
-            for row in analysis.remedies
-            if row.worth
+            ("change", lambda row: row.change),
+            ("basis", lambda row: row.basis),
+            ("devices", lambda row: f"{row.gpus:+d}" if row.gpus else "same"),
+            ("step s", lambda row: figure(row.step_s)),
+            ("saved s", lambda row: figure(row.gain_s)),
+            ("share of step", lambda row: percent(row.gain_pct / 100)),
         ],
     )
 
@@ -282,121 +239,90 @@ def _warnings(console: Console, analysis: Analysis) -> None:
 
 
 def _predictions(console: Console, analysis: Analysis) -> None:
-    console.table(
+    console.grid(
         "Predicted against measured (the report has more)",
-        ["what", "unit", "basis", "predicted", "measured", "in", "error"],
+        [row for row in analysis.predicted_vs_measured if row.unit is None],
         [
-            [
-                analysis.not_computing if row.what == "bubble_fraction" else row.what,
-                row.unit or "job",
-                row.basis,
-                figure(row.predicted),
-                figure(row.measured),
-                row.measure,
-                change(row.error_pct),
-            ]
-            for row in analysis.predicted_vs_measured
-            if row.unit is None
+            (
+                "what",
+                lambda row: analysis.not_computing if row.what == "bubble_fraction" else row.what,
+            ),
+            ("unit", lambda row: row.unit or "job"),
+            ("basis", lambda row: row.basis),
+            ("predicted", lambda row: figure(row.predicted)),
+            ("measured", lambda row: figure(row.measured)),
+            ("in", lambda row: row.measure),
+            ("error", lambda row: change(row.error_pct)),
         ],
     )
 
 
 def _operations(console: Console, analysis: Analysis) -> None:
-    console.table(
+    console.grid(
         "By operation in ms, sorted by the error per step",
+        analysis.operations[1 : 1 + MOST_OPERATIONS],
         [
-            "location",
-            "operation",
-            "plan",
-            "profile, same work",
-            "measured",
-            "error",
-            "per step",
-            "effect ms",
-            "share of step",
-        ],
-        [
-            [
-                row.place,
-                row.operation,
-                figure(row.planned),
-                figure(row.predicted),
-                figure(row.measured),
-                change(row.error_pct),
-                f"{row.per_step:.3g}",
-                f"{row.effect_ms:+.3f}",
-                percent(row.share_of_step),
-            ]
-            for row in analysis.operations[1 : 1 + MOST_OPERATIONS]
+            ("location", lambda row: row.place),
+            ("operation", lambda row: row.operation),
+            ("plan", lambda row: figure(row.planned)),
+            ("profile, same work", lambda row: figure(row.predicted)),
+            ("measured", lambda row: figure(row.measured)),
+            ("error", lambda row: change(row.error_pct)),
+            ("per step", lambda row: f"{row.per_step:.3g}"),
+            ("effect ms", lambda row: f"{row.effect_ms:+.3f}"),
+            ("share of step", lambda row: percent(row.share_of_step)),
         ],
     )
 
 
 def _kineto(console: Console, analysis: Analysis) -> None:
-    console.table(
+    console.grid(
         "Ranks; ms over the measured time, as defined by HolisticTraceAnalysis",
+        analysis.ranks[:MOST_RANKS],
         [
-            "rank",
-            "span",
-            "idle",
-            "compute",
-            "non-compute",
-            "overlap",
-            "exposed communication",
-            "exposed waiting",
-            "waits in collectives",
-            "joined last",
-        ],
-        [
-            [
-                rank.rank,
-                *(
-                    ms(value)
-                    for value in (rank.span_us, rank.idle_us, rank.compute_us, rank.non_compute_us)
-                ),
-                "–" if rank.overlap_pct is None else f"{rank.overlap_pct:.2f} %",
-                ms(rank.exposed_communication_us),
-                ms(rank.exposed_wait_us),
-                ms(rank.collective_wait_us),
-                figure(rank.last_to_arrive),
-            ]
-            for rank in analysis.ranks[:MOST_RANKS]
+            ("rank", lambda rank: rank.rank),
+            ("span", lambda rank: ms(rank.span_us)),
+            ("idle", lambda rank: ms(rank.idle_us)),
+            ("compute", lambda rank: ms(rank.compute_us)),
+            ("non-compute", lambda rank: ms(rank.non_compute_us)),
+            (
+                "overlap",
+                lambda rank: "–" if rank.overlap_pct is None else f"{rank.overlap_pct:.2f} %",
+            ),
+            ("exposed communication", lambda rank: ms(rank.exposed_communication_us)),
+            ("exposed waiting", lambda rank: ms(rank.exposed_wait_us)),
+            ("waits in collectives", lambda rank: ms(rank.collective_wait_us)),
+            ("joined last", lambda rank: figure(rank.last_to_arrive)),
         ],
     )
     if len(analysis.ranks) > MOST_RANKS:
         console.say(
             f"and {counted(len(analysis.ranks) - MOST_RANKS, 'more rank')} (--json has all)"
         )
-    console.table(
+    console.grid(
         "Collectives with the longest waiting, ms",
-        ["collective", "group", "step", "ranks", "last", "longest wait", "mean wait", "transfer"],
+        analysis.collectives[:MOST_COLLECTIVES],
         [
-            [
-                f"{short_name(row.name)} {row.index}",
-                short_name(row.group),
-                row.step,
-                row.ranks,
-                row.last_rank,
-                ms(row.longest_wait_us),
-                ms(row.mean_wait_us),
-                ms(row.transfer_us),
-            ]
-            for row in analysis.collectives[:MOST_COLLECTIVES]
+            ("collective", lambda row: f"{short_name(row.name)} {row.index}"),
+            ("group", lambda row: short_name(row.group)),
+            ("step", lambda row: row.step),
+            ("ranks", lambda row: row.ranks),
+            ("last", lambda row: row.last_rank),
+            ("longest wait", lambda row: ms(row.longest_wait_us)),
+            ("mean wait", lambda row: ms(row.mean_wait_us)),
+            ("transfer", lambda row: ms(row.transfer_us)),
         ],
     )
-    console.table(
+    console.grid(
         "Kernels with the largest total time, ms",
-        ["kernel", "kind", "count", "total", "longest", "share"],
+        analysis.kernels[:MOST_KERNELS],
         [
-            [
-                short_name(row.name),
-                row.kind,
-                row.count,
-                ms(row.total_us),
-                ms(row.longest_us),
-                percent(row.share),
-            ]
-            for row in analysis.kernels[:MOST_KERNELS]
+            ("kernel", lambda row: short_name(row.name)),
+            ("kind", lambda row: row.kind),
+            ("count", lambda row: row.count),
+            ("total", lambda row: ms(row.total_us)),
+            ("longest", lambda row: ms(row.longest_us)),
+            ("share", lambda row: percent(row.share)),
         ],
     )
 

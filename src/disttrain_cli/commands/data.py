@@ -107,8 +107,7 @@ def root(context: typer.Context) -> None:
 def serve(
     run_file: RunFileArgument = DEFAULT_RUN_FILE,
     plan: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Plan to train, instead of the run's."),
+        Path | None, typer.Option(metavar="FILE", help="Plan to train, instead of the run's.")
     ] = None,
     host: Annotated[str, typer.Option(metavar="HOST", help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[
@@ -191,19 +190,19 @@ def index(
         console.hint(next_command("profile", run_file))
         return
     with console.progress() as progress:
-        made = data_index(opened, progress=progress)
-    console.result(asdict(made) | {"path": str(made.path)}, made.path)
-    _say_unread(console, made.unread_files)
-    console.say(f"{made.samples:,} samples can be used, {made.skipped:,} are left out")
+        built = data_index(opened, progress=progress)
+    console.result(asdict(built) | {"path": str(built.path)}, built.path)
+    _say_unread(console, built.unread_files)
+    console.say(f"{built.samples:,} samples can be used, {built.skipped:,} are left out")
     console.hint(next_command("profile", run_file))
 
 
-def _share(given: str) -> tuple[int, int]:
+def _share(text: str) -> tuple[int, int]:
     """Parse K/N; raises UsageError if the text has another form."""
-    number, _, hosts = given.partition("/")
-    if not re.fullmatch(r"\d{1,6}/\d{1,6}", given, re.ASCII) or int(number) >= int(hosts):
+    number, _, hosts = text.partition("/")
+    if not re.fullmatch(r"\d{1,6}/\d{1,6}", text, re.ASCII) or int(number) >= int(hosts):
         raise UsageError(
-            f"There is no share {given!r}",
+            f"There is no share {text!r}",
             "allowed: K/N, for N hosts that are numbered from K = 0 to N - 1",
             "disttrain data index --help",
         )
@@ -258,20 +257,20 @@ def latents(
     opened = open_run(run_file, *settings or ())
     with console.progress() as progress:
         encoded = data_latents(opened, progress=progress, note=console.note)
-    index, made = encoded.index, encoded.latents
-    _show(console, [one for of in made for one in of.broken])
+    index, by_module = encoded.index, encoded.latents
+    _show(console, [one for of in by_module for one in of.broken])
     console.result(
         {
             "data": index.fingerprint,
             "latents": [
                 of._asdict()
                 | {"path": str(of.path), "broken": [one._asdict() for one in of.broken]}
-                for of in made
+                for of in by_module
             ],
         },
-        "\n".join(str(of.path) for of in made),
+        "\n".join(str(of.path) for of in by_module),
     )
-    for of in made:
+    for of in by_module:
         console.say(
             f"{of.module}: latents of {of.images:,} images, {of.image_bytes:,} bytes each;"
             f" {of.encoded:,} were encoded now, {len(of.broken):,} of all cannot be decoded"
@@ -293,9 +292,9 @@ def order(
     console = Console(json_mode=json_mode, quiet=quiet)
     opened = open_run(run_file, *settings or ())
     with console.progress() as progress:
-        made = data_order(opened, epochs=epochs, progress=progress)
-    console.result(asdict(made) | {"path": str(made.path)}, made.path)
-    for one in made.epochs:
+        orders = data_order(opened, epochs=epochs, progress=progress)
+    console.result(asdict(orders) | {"path": str(orders.path)}, orders.path)
+    for one in orders.epochs:
         of_phase = f" from step {one.phase:,} on" if opened.file.data.curriculum else ""
         console.say(f"Epoch {one.epoch}{of_phase}: {one.sequences:,} sequences")
 
@@ -322,16 +321,13 @@ def _show(console: Console, skipped: list[Skipped]) -> None:
     from disttrain_cli.data.sources.samples import shown_skipped
 
     if skipped:
-        console.table(
+        console.grid(
             "Samples that cannot be used",
-            ["sample or shard", "samples", "reason"],
+            skipped,
             [
-                [
-                    shown_skipped(one),
-                    "unknown" if one.samples is None else f"{one.samples:,}",
-                    one.reason,
-                ]
-                for one in skipped
+                ("sample or shard", lambda one: shown_skipped(one)),
+                ("samples", lambda one: "unknown" if one.samples is None else f"{one.samples:,}"),
+                ("reason", lambda one: one.reason),
             ],
         )
 

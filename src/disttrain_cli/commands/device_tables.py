@@ -18,79 +18,56 @@ def show_devices(console: Console, analysis: Analysis) -> None:
 
     The report has more.
     """
-    console.table(
+    console.grid(
         "Collectives by kind, ms; bandwidth of a rank's link (busbw)",
-        ["kind", "ranks", "count", "MB", "transfer p50", "p95", "longest wait p50", "p95", "GB/s"],
+        analysis.collective_kinds,
         [
-            [
-                short_name(row.kind),
-                row.ranks,
-                row.count,
-                "–" if row.bytes_p50 is None else f"{row.bytes_p50 / 1e6:.4g}",
-                ms(row.transfer_p50_us),
-                ms(row.transfer_p95_us),
-                ms(row.wait_p50_us),
-                ms(row.wait_p95_us),
-                figure(row.bus_gbytes_s),
-            ]
-            for row in analysis.collective_kinds
+            ("kind", lambda row: short_name(row.kind)),
+            ("ranks", lambda row: row.ranks),
+            ("count", lambda row: row.count),
+            ("MB", lambda row: "–" if row.bytes_p50 is None else f"{row.bytes_p50 / 1e6:.4g}"),
+            ("transfer p50", lambda row: ms(row.transfer_p50_us)),
+            ("p95", lambda row: ms(row.transfer_p95_us)),
+            ("longest wait p50", lambda row: ms(row.wait_p50_us)),
+            ("p95", lambda row: ms(row.wait_p95_us)),
+            ("GB/s", lambda row: figure(row.bus_gbytes_s)),
         ],
     )
-    console.table(
+    console.grid(
         "FLOPs by operator and shapes",
+        analysis.operators[:MOST_OPERATORS],
         [
-            "operator",
-            "shapes",
-            "type",
-            "calls",
-            "ms",
-            "TFLOP/s",
-            "FLOPs per byte",
-            "roof TFLOP/s",
-            "bound by",
-        ],
-        [
-            [
-                short_name(row.name),
-                short_name(row.shapes),
-                short_name(row.dtype or "–"),
-                row.count,
-                ms(row.total_us),
-                figure(row.tflops),
-                figure(row.flops_per_byte),
-                figure(row.roof_tflops),
-                row.bound or "–",
-            ]
-            for row in analysis.operators[:MOST_OPERATORS]
+            ("operator", lambda row: short_name(row.name)),
+            ("shapes", lambda row: short_name(row.shapes)),
+            ("type", lambda row: short_name(row.dtype or "–")),
+            ("calls", lambda row: row.count),
+            ("ms", lambda row: ms(row.total_us)),
+            ("TFLOP/s", lambda row: figure(row.tflops)),
+            ("FLOPs per byte", lambda row: figure(row.flops_per_byte)),
+            ("roof TFLOP/s", lambda row: figure(row.roof_tflops)),
+            ("bound by", lambda row: row.bound or "–"),
         ],
     )
     waiting = {row.rank: row for row in reversed(analysis.queues)}  # the stream with most kernels
-    console.table(
+    console.grid(
         "Launches, µs; queue of the stream with most kernels",
+        analysis.launches[:MOST_RANKS],
         [
-            "rank",
-            "launched",
-            "shorter than their launch",
-            "kernel p50",
-            "call p50",
-            "delay p50",
-            "delay p95",
-            "queue mean",
-            "empty",
-        ],
-        [
-            [
-                row.rank,
-                row.launched,
-                percent(row.short / row.launched),
-                figure(row.kernel_p50_us),
-                figure(row.call_p50_us),
-                figure(row.delay_p50_us),
-                figure(row.delay_p95_us),
-                figure(waiting[row.rank].mean) if row.rank in waiting else "–",
-                percent(waiting[row.rank].empty_share) if row.rank in waiting else "–",
-            ]
-            for row in analysis.launches[:MOST_RANKS]
+            ("rank", lambda row: row.rank),
+            ("launched", lambda row: row.launched),
+            ("shorter than their launch", lambda row: percent(row.short / row.launched)),
+            ("kernel p50", lambda row: figure(row.kernel_p50_us)),
+            ("call p50", lambda row: figure(row.call_p50_us)),
+            ("delay p50", lambda row: figure(row.delay_p50_us)),
+            ("delay p95", lambda row: figure(row.delay_p95_us)),
+            (
+                "queue mean",
+                lambda row: figure(waiting[row.rank].mean) if row.rank in waiting else "–",
+            ),
+            (
+                "empty",
+                lambda row: percent(waiting[row.rank].empty_share) if row.rank in waiting else "–",
+            ),
         ],
     )
     path = analysis.critical_path

@@ -58,76 +58,44 @@ def _render(console: Console, result: DryRun, logs: str) -> None:
 
 
 def _memory(console: Console, done: list[StageReport]) -> None:
-    console.table(
+    console.grid(
         "Memory in GiB: activations of a slot and peak of a step, executed and predicted; reserves"
         " that a dry run cannot show",
+        done,
         [
-            "unit",
-            "stage",
-            "layers",
-            "in flight",
-            "kept",
-            "predicted",
-            "peak",
-            "predicted",
-            "reserves",
-            "total",
-            "plan",
-            "share of limit",
-        ],
-        [
-            [
-                stage.unit,
-                _stages(stage),
-                ", ".join(map(span, stage.layers)),
-                stage.seen.slots_in_flight,
-                f"{stage.seen.kept_gib:.3f}",
-                f"{stage.priced_kept_gib:.3f}",
-                f"{stage.seen.peak_gib:.3f}",
-                f"{stage.priced_gib:.3f}",
-                f"{stage.unseen_gib:.3f}",
-                f"{stage.needed_gib:.3f}",
-                f"{stage.planned_gib:.3f}",
-                percent(stage.needed_gib / stage.limit_gib),
-            ]
-            for stage in done
+            ("unit", lambda stage: stage.unit),
+            ("stage", lambda stage: _stages(stage)),
+            ("layers", lambda stage: ", ".join(map(span, stage.layers))),
+            ("in flight", lambda stage: stage.seen.slots_in_flight),
+            ("kept", lambda stage: f"{stage.seen.kept_gib:.3f}"),
+            ("predicted", lambda stage: f"{stage.priced_kept_gib:.3f}"),
+            ("peak", lambda stage: f"{stage.seen.peak_gib:.3f}"),
+            ("predicted", lambda stage: f"{stage.priced_gib:.3f}"),
+            ("reserves", lambda stage: f"{stage.unseen_gib:.3f}"),
+            ("total", lambda stage: f"{stage.needed_gib:.3f}"),
+            ("plan", lambda stage: f"{stage.planned_gib:.3f}"),
+            ("share of limit", lambda stage: percent(stage.needed_gib / stage.limit_gib)),
         ],
     )
 
 
 def _slot(console: Console, done: list[StageReport]) -> None:
-    console.table(
+    console.grid(
         "A slot of one rank, forward and backward",
+        done,
         [
-            "unit",
-            "stage",
-            "rank",
-            "weights on",
-            "kernels",
-            "on the host",
-            "sends",
-            "MiB",
-            "receives",
-            "MiB",
-            "collectives",
-            "MiB",
-        ],
-        [
-            [
-                stage.unit,
-                _stages(stage),
-                stage.seen.rank,
-                ", ".join(stage.seen.devices),
-                stage.seen.kernels,
-                stage.seen.host_operators,
-                stage.seen.sends,
-                f"{stage.seen.send_gib / MIB:.1f}",
-                stage.seen.receives,
-                f"{stage.seen.receive_gib / MIB:.1f}",
-                stage.seen.collectives,
-                f"{stage.seen.collective_gib / MIB:.1f}",
-            ]
-            for stage in done
+            ("unit", lambda stage: stage.unit),
+            ("stage", lambda stage: _stages(stage)),
+            ("rank", lambda stage: stage.seen.rank),
+            ("weights on", lambda stage: ", ".join(stage.seen.devices)),
+            ("kernels", lambda stage: stage.seen.kernels),
+            ("on the host", lambda stage: stage.seen.host_operators),
+            ("sends", lambda stage: stage.seen.sends),
+            ("MiB", lambda stage: f"{stage.seen.send_gib / MIB:.1f}"),
+            ("receives", lambda stage: stage.seen.receives),
+            ("MiB", lambda stage: f"{stage.seen.receive_gib / MIB:.1f}"),
+            ("collectives", lambda stage: stage.seen.collectives),
+            ("MiB", lambda stage: f"{stage.seen.collective_gib / MIB:.1f}"),
         ],
     )
 

@@ -66,17 +66,14 @@ def run(
             opened, to=to, checkpoint=checkpoint, ema=ema, merge=merge, progress=progress
         )
     console.result(exported, exported.path)
-    console.table(
+    console.grid(
         f"Step {exported.step} in {short_path(to)}",
-        ["folder", "loads with", "parameters", "averaged"],
+        exported.modules.values(),
         [
-            [
-                module.folder,
-                module.loads_with + (", peft" if module.base else ""),
-                f"{module.parameters:,}",
-                "yes" if module.averaged else "–",
-            ]
-            for module in exported.modules.values()
+            ("folder", lambda module: module.folder),
+            ("loads with", lambda module: module.loads_with + (", peft" if module.base else "")),
+            ("parameters", lambda module: f"{module.parameters:,}"),
+            ("averaged", lambda module: "yes" if module.averaged else "–"),
         ],
     )
     if exported.generates_with is not None:

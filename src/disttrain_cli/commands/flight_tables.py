@@ -39,38 +39,32 @@ def _render(console: Console, found: Dumped) -> None:
             f"No dump of {name_ranks(found.without_dump)}: what"
             f" {agree(len(found.without_dump), 'it', 'they')} did is unknown."
         )
-    console.table(
+    console.grid(
         "First collective of each group that is not in order",
-        ["group", "ranks", "operation", "number", "problem", "of ranks", "detail"],
+        found.collectives[:MOST_ROWS],
         [
-            [
-                row.group,
-                len(row.group_ranks),
-                row.operation,
-                row.sequence,
-                row.problem,
-                _listed(row.ranks),
-                row.detail or "–",
-            ]
-            for row in found.collectives[:MOST_ROWS]
+            ("group", lambda row: row.group),
+            ("ranks", lambda row: len(row.group_ranks)),
+            ("operation", lambda row: row.operation),
+            ("number", lambda row: row.sequence),
+            ("problem", lambda row: row.problem),
+            ("of ranks", lambda row: _listed(row.ranks)),
+            ("detail", lambda row: row.detail or "–"),
         ],
     )
     places = sorted(found.places, key=lambda place: (not place.waits, place.rank))
-    console.table(
+    console.grid(
         "Where ranks are",
-        ["rank", "waits", "operation", "group", "number", "state", "for ranks", "line"],
+        places[:MOST_ROWS],
         [
-            [
-                place.rank,
-                "yes" if place.waits else "no",
-                place.operation or "–",
-                place.group or "–",
-                place.sequence,
-                place.state or "–",
-                _listed(place.waits_for) or "–",
-                place.line or "–",
-            ]
-            for place in places[:MOST_ROWS]
+            ("rank", lambda place: place.rank),
+            ("waits", lambda place: "yes" if place.waits else "no"),
+            ("operation", lambda place: place.operation or "–"),
+            ("group", lambda place: place.group or "–"),
+            ("number", lambda place: place.sequence),
+            ("state", lambda place: place.state or "–"),
+            ("for ranks", lambda place: _listed(place.waits_for) or "–"),
+            ("line", lambda place: place.line or "–"),
         ],
     )
     for rows, what in ((found.collectives, "group"), (places, "rank")):

@@ -36,10 +36,8 @@ def run(
         Path | None,
         typer.Argument(
             metavar="DIR",
-            help=(
-                "Folder to write, created if it does not exist; with --folder the working folder"
-                " by default."
-            ),
+            help="Folder to write, created if it does not exist; with --folder the working folder"
+            " by default.",
         ),
     ] = None,
     preset: Annotated[
@@ -55,10 +53,8 @@ def run(
         typer.Option(
             "--folder",
             metavar="PATH|NAME",
-            help=(
-                "Your model: folder of a published vision-language model or LLM, or its name on"
-                " Hugging Face; needs --data."
-            ),
+            help="Your model: folder of a published vision-language model or LLM, or its name on"
+            " Hugging Face; needs --data.",
         ),
     ] = None,
     own_data: Annotated[
@@ -66,10 +62,8 @@ def run(
         typer.Option(
             "--data",
             metavar="PATH|URL",
-            help=(
-                "Your data: JSON, JSONL, ShareGPT, WebDataset tars, Parquet, or a folder of them;"
-                " needs --folder."
-            ),
+            help="Your data: JSON, JSONL, ShareGPT, WebDataset tars, Parquet, or a folder of them;"
+            " needs --folder.",
         ),
     ] = None,
     sample_data: Annotated[
@@ -85,7 +79,7 @@ def run(
             "Missing argument 'DIR', the folder to write", "", "disttrain init demo --preset tiny"
         )
     with console.progress() as progress:
-        made = init(
+        created = init(
             folder or Path(),
             preset=preset,
             model=own_model,
@@ -93,33 +87,35 @@ def run(
             sample_data=sample_data,
             progress=progress,
         )
-    written: dict[str, Any] = {"path": str(made.path), "data": made.data}
-    if made.preset is None:
-        written |= {"folder": made.model, "samples": made.samples, "skipped": made.skipped}
+    written: dict[str, Any] = {"path": str(created.path), "data": created.data}
+    if created.preset is None:
+        written |= {"folder": created.model, "samples": created.samples, "skipped": created.skipped}
     else:
-        written |= {"preset": made.preset} | ({"model": made.model} if made.model else {})
-    console.result(written, made.path)
-    _render(console, made)
+        written |= {"preset": created.preset} | ({"model": created.model} if created.model else {})
+    console.result(written, created.path)
+    _render(console, created)
 
 
-def _render(console: Console, made: InitResult) -> None:
-    path, folder = short_path(made.path), made.path.parent
-    if made.preset is None:
-        console.say(f"Wrote {path}: {made.samples:,} samples of {made.data[0]} train {made.model}")
-    else:
-        console.say(f"Wrote {path} (preset {made.preset})")
-        if made.model:
-            console.say(f"Wrote {short_path(Path(made.model))} (random weights)")
-        for name in made.data:
-            console.say(f"Wrote {short_path(Path(name))}")
-    for note in made.notes:
-        console.note(note)
-    if made.missing:
+def _render(console: Console, created: InitResult) -> None:
+    path, folder = short_path(created.path), created.path.parent
+    if created.preset is None:
         console.say(
-            f"There is no data yet at {', '.join(made.missing)}: copy yours there, or name it in"
+            f"Wrote {path}: {created.samples:,} samples of {created.data[0]} train {created.model}"
+        )
+    else:
+        console.say(f"Wrote {path} (preset {created.preset})")
+        if created.model:
+            console.say(f"Wrote {short_path(Path(created.model))} (random weights)")
+        for name in created.data:
+            console.say(f"Wrote {short_path(Path(name))}")
+    for note in created.notes:
+        console.note(note)
+    if created.missing:
+        console.say(
+            f"There is no data yet at {', '.join(created.missing)}: copy yours there, or name it in"
             f" data.sources of {path}; or write an example:"
         )
-        options = ["--preset", str(made.preset), "--sample-data"]
+        options = ["--preset", str(created.preset), "--sample-data"]
         console.hint(shlex.join(["disttrain", "init", str(folder), *options]))
         return
     here = folder.resolve() == Path.cwd()

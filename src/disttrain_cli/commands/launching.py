@@ -26,40 +26,28 @@ def show_ranks(console: Console, found: Ranks) -> None:
         f"{found.ranks} ranks on {len(found.hosts)} host(s), {found.plan.microbatches} slot(s)"
         " per step. Nothing was started."
     )
-    console.table(
+    console.grid(
         "Stages; ranks of equal TP rank are a data-parallel group",
+        found.stages,
         [
-            "stage",
-            "unit",
-            "stage of unit",
-            "TP",
-            "CP",
-            "EP",
-            "DP",
-            "ranks",
-            "hosts",
-            "layers",
-            "peak GiB",
-        ],
-        [
-            [
-                stage.stage,
-                stage.unit,
-                stage.unit_stage,
-                stage.tp,
-                stage.cp,
-                stage.ep,
-                stage.dp,
-                span(stage.ranks),
-                (
+            ("stage", lambda stage: stage.stage),
+            ("unit", lambda stage: stage.unit),
+            ("stage of unit", lambda stage: stage.unit_stage),
+            ("TP", lambda stage: stage.tp),
+            ("CP", lambda stage: stage.cp),
+            ("EP", lambda stage: stage.ep),
+            ("DP", lambda stage: stage.dp),
+            ("ranks", lambda stage: span(stage.ranks)),
+            (
+                "hosts",
+                lambda stage: (
                     stage.hosts[0]
                     if len(stage.hosts) == 1
                     else f"{stage.hosts[0]} … {stage.hosts[-1]}"
                 ),
-                span(stage.layers),
-                "–" if stage.peak_gib is None else f"{stage.peak_gib:.3f}",
-            ]
-            for stage in found.stages
+            ),
+            ("layers", lambda stage: span(stage.layers)),
+            ("peak GiB", lambda stage: "–" if stage.peak_gib is None else f"{stage.peak_gib:.3f}"),
         ],
     )
     for what, name in (

@@ -78,5 +78,5 @@ def run(
     )
 
 
-def _mark(given: bool) -> str:
-    return "yes" if given else "–"
+def _mark(supported: bool) -> str:
+    return "yes" if supported else "–"

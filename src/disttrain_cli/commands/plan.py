@@ -90,10 +90,8 @@ def run(
         Strategy,
         typer.Option(
             metavar="NAME",
-            help=(
-                "Layouts to search: auto, modules grouped into the fastest units; disaggregated, a"
-                " unit per module; megatron, one unit."
-            ),
+            help="Layouts to search: auto, modules grouped into the fastest units; disaggregated,"
+            " a unit per module; megatron, one unit.",
         ),
     ] = Strategy.auto,
     top: Annotated[
@@ -110,7 +108,7 @@ def run(
     devices = _listed("--device", DEVICE, device)
     if devices or len(counts) > 1:
         single = {"--out": out, "--top": top != TOP, "--profile": devices and profile}
-        for option in (option for option, given in single.items() if given):
+        for option in (option for option, is_set in single.items() if is_set):
             raise UsageError(
                 f"{option} is of a single plan",
                 "with several numbers of devices, or --device, clusters are compared in one table",
@@ -148,20 +146,20 @@ def run(
     console.hint(f"{hint} --rehearse" if result.not_run else hint)
 
 
-def _listed(option: str, kind: tuple[str, str], given: str | None) -> list[str]:
+def _listed(option: str, kind: tuple[str, str], text: str | None) -> list[str]:
     """Split an option at its commas.
 
     Raises:
         UsageError: an entry is not of the kind, or is named twice.
     """
-    listed = [] if given is None else [one.strip() for one in given.split(",")]
+    listed = [] if text is None else [one.strip() for one in text.split(",")]
     for one in listed:
         twice = sum(_same(one) == _same(other) for other in listed) > 1
         wrong = not re.fullmatch(kind[0], one) or (kind == COUNT and int(one) > 65_536)
         if twice or wrong:
             raise UsageError(
                 f"{option} {'names twice' if twice else 'cannot be'} {one!r}",
-                f"given: {given!r}; allowed: {kind[1]}, with commas between them",
+                f"given: {text!r}; allowed: {kind[1]}, with commas between them",
                 "disttrain plan --help",
             )
     return listed

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,26 +20,23 @@ if TYPE_CHECKING:
     from disttrain_cli.planning.purchase import Offer
     from disttrain_cli.planning.ranges import Order
     from disttrain_cli.planning.sensitivity import Change, Sensitivity
-    from disttrain_cli.spec.plan import Layout, Plan, Prediction, Traffic
+    from disttrain_cli.spec.plan import Layout, Plan, UnitPlan
+    from disttrain_cli.spec.prediction import Prediction, Traffic
     from disttrain_cli.spec.runfile import RunFile
 
 
 def show_layout(
-    console: Console, plan: Plan, explanation: Explanation, given: int, columns: int
+    console: Console, plan: Plan, explanation: Explanation, available: int, columns: int
 ) -> None:
     """Print the layout: one row per unit."""
     from disttrain_cli.planning.explain import delays, layers
 
     layout, predicted = plan.plan, plan.predicted
-    used = (
-        f"{layout.gpus_used:,}"
-        if layout.gpus_used == given
-        else f"{layout.gpus_used:,} of {given:,}"
-    )
+    of = "" if layout.gpus_used == available else f" of {available:,}"
     title = "Plan" if layout.strategy == "auto" else f"Plan of {layout.strategy}"
-    head = f"{title} on {used} devices: {headline(predicted, explanation)}"
+    head = f"{title} on {layout.gpus_used:,}{of} devices: {headline(predicted, explanation)}"
     console.say(textwrap.fill(head, columns))
-    console.say(mfu_line(predicted, layout.gpus_used < given))
+    console.say(mfu_line(predicted, layout.gpus_used < available))
     console.say(
         f"{layout.global_batch_size:,} sequences per step = {layout.microbatches:,}"
         f" slot{'s' if layout.microbatches > 1 else ''} ×"
@@ -47,54 +44,42 @@ def show_layout(
         f" replica); ZeRO-{layout.zero_stage}{_trained(layout)}"
         f"{'; reductions and gathers overlapped' if layout.overlap else ''}"
     )
-    several = any(unit.modules != [unit.name] for unit in layout.units)
-    recomputes = any(unit.checkpointing for unit in layout.units)
-    splits = any(unit.weight_delay for unit in layout.units)
-    hides = any(unit.tp_overlap for unit in layout.units)
-    shares = any(unit.cp > 1 for unit in layout.units)
-    divides = any(unit.ep > 1 for unit in layout.units)
     times = {time.unit: time for time in predicted.units}
-    rows: list[list[object]] = []
-    for unit, share in zip(layout.units, explanation.units, strict=True):
-        rows.append(
-            [
-                unit.name,
-                *([" + ".join(unit.modules)] if several else []),
-                f"{unit.tp_degree} {'overlapped' if unit.tp_overlap else ''}".strip()
-                if hides
-                else unit.tp_degree,
-                *([unit.cp_degree] if shares else []),
-                *([f"{unit.ep}{' overlapped' * unit.ep_overlap}"] if divides else []),
-                unit.dp,
-                unit.pp_degree,
-                f"{unit.gpus:,}",
-                layers(unit),
-                *([_yes(unit.checkpointing)] if recomputes else []),
-                *([delays(unit)] if splits else []),
-                f"{share.stage_ms:.1f}",
-                percent(times[unit.name].mfu or None),
-                f"{_gib(share.peak_gib)} / {_gib(share.limit_gib)}",
-            ]
-        )
-    console.table(
-        "Units, in pipeline order",
-        [
-            "unit",
-            *(["modules"] if several else []),
-            "TP",
-            *(["CP"] if shares else []),
-            *(["EP"] if divides else []),
-            "DP",
-            "PP",
-            "devices",
-            "layers per stage",
-            *(["recomputes"] if recomputes else []),
-            *(["W delay"] if splits else []),
-            "ms per slot",
-            "MFU",
-            "peak / limit GiB",
-        ],
-        rows,
+    shares = {share.unit: share for share in explanation.units}
+    units = layout.units
+
+    def degree(unit: UnitPlan) -> str:
+        return f"{unit.tp_degree}{' overlapped' * unit.tp_overlap}"
+
+    def peak(unit: UnitPlan) -> str:
+        share = shares[unit.name]
+        return f"{_gib(share.peak_gib)} / {_gib(share.limit_gib)}"
+
+    shown: list[tuple[str, Callable[[UnitPlan], object]]] = [
+        ("unit", lambda unit: unit.name),
+        ("modules", lambda unit: " + ".join(unit.modules)),
+        ("TP", degree),
+        ("CP", lambda unit: unit.cp_degree),
+        ("EP", lambda unit: f"{unit.ep}{' overlapped' * unit.ep_overlap}"),
+        ("DP", lambda unit: unit.dp),
+        ("PP", lambda unit: unit.pp_degree),
+        ("devices", lambda unit: f"{unit.gpus:,}"),
+        ("layers per stage", layers),
+        ("recomputes", lambda unit: _yes(unit.checkpointing)),
+        ("W delay", delays),
+        ("ms per slot", lambda unit: f"{shares[unit.name].stage_ms:.1f}"),
+        ("MFU", lambda unit: percent(times[unit.name].mfu or None)),
+        ("peak / limit GiB", peak),
+    ]
+    used = {
+        "modules": any(unit.modules != [unit.name] for unit in units),
+        "CP": any(unit.cp > 1 for unit in units),
+        "EP": any(unit.ep > 1 for unit in units),
+        "recomputes": any(unit.checkpointing for unit in units),
+        "W delay": any(unit.weight_delay for unit in units),
+    }
+    console.grid(
+        "Units, in pipeline order", units, [one for one in shown if used.get(one[0], True)]
     )
 
 
@@ -122,7 +107,7 @@ def mfu_line(predicted: Prediction, idle: bool) -> str:
 
 def show_memory(console: Console, plan: Plan) -> None:
     """Print the parts of the peak memory of every unit's fullest stage."""
-    from disttrain_cli.spec.plan import PARTS
+    from disttrain_cli.spec.prediction import PARTS
 
     fullest = [
         max(

@@ -24,7 +24,6 @@ from disttrain_cli.errors import UsageError
 from disttrain_cli.naming import short_path
 
 if TYPE_CHECKING:
-    from disttrain_cli.profiling.calibrate import Change
     from disttrain_cli.spec.profile import LinkTimes, Measuring, Profile
 
 EPILOG = """Examples:
@@ -106,47 +105,43 @@ def _calibrate(
     console: Console, run_file: Path, settings: list[str] | None, recorded: Path, out: Path | None
 ) -> None:
     """Correct the profile of a recorded run by its traces."""
-    made = correct(recorded, open_run(run_file, *settings or ()), out=out)
+    calibrated = correct(recorded, open_run(run_file, *settings or ()), out=out)
     console.result(
-        made.profile.model_dump(mode="json")
+        calibrated.profile.model_dump(mode="json")
         | {
-            "path": str(made.path),
-            "calibration": [change.model_dump(mode="json") for change in made.changes],
-            "notes": made.notes,
+            "path": str(calibrated.path),
+            "calibration": [change.model_dump(mode="json") for change in calibrated.changes],
+            "notes": calibrated.notes,
         },
-        made.path,
+        calibrated.path,
     )
-    console.say(f"Calibrated {made.profile.provenance['calibrated']}")
-    console.table(
+    console.say(f"Calibrated {calibrated.profile.provenance['calibrated']}")
+    console.grid(
         "Predicted by the profile and measured in the run",
-        ["", "", "before", "after", "", "change", "rows", "error before", "after"],
-        [_change_cells(change) for change in made.changes],
+        calibrated.changes,
+        [
+            ("", lambda change: change.where),
+            ("", lambda change: change.what),
+            ("before", lambda change: f"{change.before:.4g}"),
+            ("after", lambda change: f"{change.after:.4g}"),
+            ("", lambda change: change.measure),
+            ("change", lambda change: _pct(change.change_pct, "+")),
+            ("rows", lambda change: f"{change.rows:,}"),
+            ("error before", lambda change: _pct(change.error_before_pct)),
+            ("after", lambda change: _pct(change.error_after_pct)),
+        ],
     )
-    for note in made.notes:
+    for note in calibrated.notes:
         console.note(f"Note: {note}")
     console.note(
-        f"\nWrote {short_path(made.path)}"
-        + (f"; before it: {short_path(made.before)}" if made.before else "")
+        f"\nWrote {short_path(calibrated.path)}"
+        + (f"; before it: {short_path(calibrated.before)}" if calibrated.before else "")
     )
     console.hint(next_command("plan", run_file, profile=out))
 
 
-def _change_cells(change: Change) -> list[str]:
-    errors = [
-        "" if error is None else f"{error:.1f} %"
-        for error in (change.error_before_pct, change.error_after_pct)
-    ]
-    moved = "" if change.change_pct is None else f"{change.change_pct:+.1f} %"
-    return [
-        change.where,
-        change.what,
-        f"{change.before:.4g}",
-        f"{change.after:.4g}",
-        change.measure,
-        moved,
-        f"{change.rows:,}",
-        *errors,
-    ]
+def _pct(value: float | None, sign: str = "") -> str:
+    return "" if value is None else f"{value:{sign}.1f} %"
 
 
 def _render(console: Console, profile: Profile, path: Path, passes: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from disttrain_cli.commands.common import percent
 from disttrain_cli.commands.steps import LiveStep, say_drift
@@ -77,21 +77,23 @@ def _render(
         f" {result.gpus_per_process} each), {result.time_scale:g} s per second of the cluster;"
         f" messages {_MESSAGES[result.messages]}."
     )
-    console.table(
+    console.grid(
         "Seconds per step of the cluster; simulated with the same steps, processes and faults",
+        list(zip(result.steps, result.simulated, strict=True)),
         [
-            "step",
-            "predicted",
-            "simulated",
-            "rehearsed",
-            "error",
-            "sequences/s",
-            "MFU",
-            "data wait ms",
-        ],
-        [
-            _step_cells(row, expected)
-            for row, expected in zip(result.steps, result.simulated, strict=True)
+            ("step", lambda both: both[0]["step"]),
+            ("predicted", lambda both: f"{both[1]['predicted_iteration_s']:.3f}"),
+            ("simulated", lambda both: f"{both[1]['iteration_s']:.3f}"),
+            ("rehearsed", lambda both: f"{both[0]['iteration_s']:.3f}"),
+            (
+                "error",
+                lambda both: (
+                    f"{100 * (both[0]['iteration_s'] / both[1]['iteration_s'] - 1):+.1f} %"
+                ),
+            ),
+            ("sequences/s", lambda both: f"{both[0]['sequences_per_s']:.2f}"),
+            ("MFU", lambda both: percent(both[0]["mfu"])),
+            ("data wait ms", lambda both: f"{1000 * both[0]['data_wait_s']:.0f}"),
         ],
     )
     if profile.device.shared_by > 1:
@@ -100,30 +102,18 @@ def _render(
             " simulation and rehearsal each has a device, as slow as measured while all of them"
             " computed."
         )
-    console.table(
+    console.grid(
         "Predicted and rehearsed by operation, ms; sorted by the effect on the step",
+        operations[1 : 1 + MOST_OPERATIONS],
         [
-            "unit",
-            "stage",
-            "operation",
-            "planned",
-            "same work",
-            "rehearsed",
-            "error",
-            "share of step",
-        ],
-        [
-            [
-                row.unit or "job",
-                "–" if row.stage is None else row.stage,
-                _operation(row),
-                _ms(row.planned),
-                _ms(row.predicted),
-                _ms(row.measured),
-                "–" if row.error_pct is None else f"{row.error_pct:+.1f} %",
-                percent(row.share_of_step),
-            ]
-            for row in operations[1 : 1 + MOST_OPERATIONS]
+            ("unit", lambda row: row.unit or "job"),
+            ("stage", lambda row: "–" if row.stage is None else row.stage),
+            ("operation", lambda row: _operation(row)),
+            ("planned", lambda row: _ms(row.planned)),
+            ("same work", lambda row: _ms(row.predicted)),
+            ("rehearsed", lambda row: _ms(row.measured)),
+            ("error", lambda row: "–" if row.error_pct is None else f"{row.error_pct:+.1f} %"),
+            ("share of step", lambda row: percent(row.share_of_step)),
         ],
     )
     for why in result.restarts:
@@ -147,20 +137,6 @@ def _render(
 
 
 _MESSAGES = {"scaled": "with one number per row", "real": "in full size"}
-
-
-def _step_cells(row: dict[str, Any], expected: dict[str, Any]) -> list[object]:
-    expected_s = expected["iteration_s"]
-    return [
-        row["step"],
-        f"{expected['predicted_iteration_s']:.3f}",
-        f"{expected_s:.3f}",
-        f"{row['iteration_s']:.3f}",
-        f"{100 * (row['iteration_s'] / expected_s - 1):+.1f} %",
-        f"{row['sequences_per_s']:.2f}",
-        percent(row["mfu"]),
-        f"{1000 * row['data_wait_s']:.0f}",
-    ]
 
 
 def _behind(result: RehearsalResult) -> float:

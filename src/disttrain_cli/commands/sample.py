@@ -9,11 +9,7 @@ from typing import Annotated
 import typer
 
 from disttrain_cli.api import sample
-from disttrain_cli.commands.common import (
-    JsonFlag,
-    QuietFlag,
-    SetOption,
-)
+from disttrain_cli.commands.common import JsonFlag, QuietFlag, SetOption
 from disttrain_cli.console import Console
 from disttrain_cli.naming import short_path
 
@@ -36,10 +32,8 @@ def run(
         typer.Argument(
             metavar="CHECKPOINT",
             show_default=False,
-            help=(
-                "Folder of a checkpoint, or a run file or run folder, of which the newest"
-                " checkpoint is used; ./disttrain.yaml by default."
-            ),
+            help="Folder of a checkpoint, or a run file or run folder, of which the newest"
+            " checkpoint is used; ./disttrain.yaml by default.",
         ),
     ] = None,
     prompts: Annotated[
@@ -88,7 +82,7 @@ def run(
     from disttrain_cli.data.sources.samples import printable
 
     with console.progress() as progress:
-        made = sample(
+        sampled = sample(
             checkpoint,
             prompts=prompts or (),
             images=images or (),
@@ -101,9 +95,9 @@ def run(
             out=out,
             progress=progress,
         )
-    to, drawn = made.path, made.samples
+    to, drawn = sampled.path, sampled.samples
     console.result(drawn.model_dump(mode="json") | {"path": str(to)}, to)
-    console.say(f"Step {drawn.step} of {made.run.file.name}")
+    console.say(f"Step {drawn.step} of {sampled.run.file.name}")
     console.table(
         "Drawn",
         ["prompt", "image", *(["recognised"] if drawn.judge else [])],

@@ -89,21 +89,17 @@ def run(
         bool,
         typer.Option(
             "--restart",
-            help=(
-                "Start at step 0 even if there are checkpoints; existing files are moved to"
-                " earlier/."
-            ),
+            help="Start at step 0 even if there are checkpoints; existing files are moved to"
+            " earlier/.",
         ),
     ] = False,
     rehearse: Annotated[
         bool,
         typer.Option(
             "--rehearse",
-            help=(
-                "Run the plan on emulated devices: real processes, messages and schedule;"
-                " computing is replaced by waiting for the time that the profile predicts. See"
-                " `rehearse` in the run file."
-            ),
+            help="Run the plan on emulated devices: real processes, messages and schedule;"
+            " computing is replaced by waiting for the time that the profile predicts. See"
+            " `rehearse` in the run file.",
         ),
     ] = False,
     dry_run: Annotated[
@@ -115,19 +111,15 @@ def run(
     device: Annotated[
         Literal["cuda"] | None,
         typer.Option(
-            help=(
-                "With --dry-run: run a step of every distinct stage on a fake device of this kind,"
-                " and show its memory next to the plan's, its messages, kernels and waits."
-            )
+            help="With --dry-run: run a step of every distinct stage on a fake device of this"
+            " kind, and show its memory next to the plan's, its messages, kernels and waits."
         ),
     ] = None,
     emit: Annotated[
         Kind | None,
         typer.Option(
-            help=(
-                "Write files that launch the ranks on the cluster's hosts (scripts, a Kubernetes"
-                " JobSet, a SkyPilot task), instead of launching them here."
-            )
+            help="Write files that launch the ranks on the cluster's hosts (scripts, a Kubernetes"
+            " JobSet, a SkyPilot task), instead of launching them here."
         ),
     ] = None,
     out: Annotated[
@@ -141,10 +133,8 @@ def run(
         str | None,
         typer.Option(
             metavar="A:B",
-            help=(
-                "Record torch's profile of steps A to B (exclusive), a file per rank in the run's"
-                " traces/kineto."
-            ),
+            help="Record torch's profile of steps A to B (exclusive), a file per rank in the run's"
+            " traces/kineto.",
         ),
     ] = None,
     preflight: Annotated[

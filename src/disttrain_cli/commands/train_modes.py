@@ -117,14 +117,14 @@ def _check_modes(asked: Asked) -> None:
             "disttrain train --dry-run --device cuda",
         )
     preflight = asked.preflight and asked.emit is None
-    for option, given in (
+    for option, is_set in (
         ("rehearse", preflight and asked.rehearse),
         ("dry-run", preflight and asked.dry_run),
         ("restart", (preflight or asked.rehearse) and asked.restart),
         ("resume", preflight and asked.resume),
         ("from", preflight and asked.origin is not None),
     ):
-        if given:
+        if is_set:
             mode = "--preflight" if preflight else "--rehearse"
             raise UsageError(
                 f"{mode} cannot be combined with --{option}",
@@ -145,8 +145,8 @@ def _steps_to_profile(asked: Asked) -> range | None:
     Raises:
         UsageError: it is not of this form or names no step, or nothing runs that could be profiled.
     """
-    given = asked.profile_steps
-    if given is None:
+    steps = asked.profile_steps
+    if steps is None:
         return None
     if asked.rehearse or asked.preflight:
         raise UsageError(
@@ -155,7 +155,7 @@ def _steps_to_profile(asked: Asked) -> range | None:
             "emulated devices compute nothing" if asked.rehearse else "--preflight runs no step",
             "Train with it, or remove it.",
         )
-    first, _, last = given.partition(":")
+    first, _, last = steps.partition(":")
     if not (
         first.isascii()
         and first.isdigit()
@@ -165,7 +165,7 @@ def _steps_to_profile(asked: Asked) -> range | None:
     ):
         raise UsageError(
             "--profile-steps takes A:B with A < B: steps A to B (exclusive), counted from 0",
-            f"given: {given}",
+            f"given: {steps}",
             "disttrain train --profile-steps 5:8",
         )
     return range(int(first), int(last))

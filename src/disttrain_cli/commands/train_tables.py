@@ -54,30 +54,21 @@ def _show_steps(console: Console, steps: list[dict[str, Any]]) -> None:
         for name in (shown[0]["losses"] if shown else ())
         if any(step["losses"][name] is not None for step in shown)
     ]
-    console.table(
+    console.grid(
         "Steps",
+        shown,
         [
-            "step",
-            "loss",
-            *losses,
-            "grad norm",
-            "s per step",
-            "sequences/s",
-            "MFU",
-            "data wait ms",
-        ],
-        [
-            [
-                step["step"],
-                f"{step['loss']:.4f}",
-                *(_number(step["losses"][name], ".4f") for name in losses),
-                _number(step["grad_norm"], ".3g"),
-                f"{step['iteration_s']:.3f}",
-                f"{step['sequences_per_s']:.2f}",
-                percent(step["mfu"]),
-                f"{1000 * step['data_wait_s']:.1f}",
-            ]
-            for step in shown
+            ("step", lambda step: step["step"]),
+            ("loss", lambda step: f"{step['loss']:.4f}"),
+            *(
+                (name, lambda step, name=name: _number(step["losses"][name], ".4f"))
+                for name in losses
+            ),
+            ("grad norm", lambda step: _number(step["grad_norm"], ".3g")),
+            ("s per step", lambda step: f"{step['iteration_s']:.3f}"),
+            ("sequences/s", lambda step: f"{step['sequences_per_s']:.2f}"),
+            ("MFU", lambda step: percent(step["mfu"])),
+            ("data wait ms", lambda step: f"{1000 * step['data_wait_s']:.1f}"),
         ],
     )
 

@@ -44,23 +44,15 @@ def run(
         ),
     ] = None,
     steps: Annotated[
-        int,
-        typer.Option(
-            min=4,
-            max=32,
-            metavar="N",
-            help="Number of last steps to analyse.",
-        ),
+        int, typer.Option(min=4, max=32, metavar="N", help="Number of last steps to analyse.")
     ] = 5,
     every: Annotated[
         float | None,
         typer.Option(
             min=0.0,
             metavar="SECONDS",
-            help=(
-                "Minimum time between two analyses; by default such that they use 0.5 % of this"
-                " host's cores."
-            ),
+            help="Minimum time between two analyses; by default such that they use 0.5 % of this"
+            " host's cores.",
         ),
     ] = None,
     once: Annotated[
@@ -70,10 +62,8 @@ def run(
         str | None,
         typer.Option(
             metavar="EXPR",
-            help=(
-                "Exit with code 5 if this holds: a condition as in `disttrain analyze`, on the"
-                " last steps."
-            ),
+            help="Exit with code 5 if this holds: a condition as in `disttrain analyze`, on the"
+            " last steps.",
         ),
     ] = None,
     json_mode: Annotated[

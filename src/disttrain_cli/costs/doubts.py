@@ -22,7 +22,7 @@ from disttrain_cli.costs.memoised import memoised
 from disttrain_cli.errors import SpecError
 from disttrain_cli.spec.files import Strict
 from disttrain_cli.spec.layer_costs import LayerShard, Pass, Polynomial, combine
-from disttrain_cli.spec.plan import Basis
+from disttrain_cli.spec.prediction import Basis
 from disttrain_cli.spec.profile import LinkProfile, LinkTimes, ModuleTime, Profile
 
 #: optimistic: less the errors of a measured profile's own fits; else the profile's costs.

@@ -29,7 +29,8 @@ from disttrain_cli.costs.memoised import memoised
 from disttrain_cli.schedule.interleaved import passes
 from disttrain_cli.schedule.one_f_one_b import slots_in_flight
 from disttrain_cli.spec.layer_costs import LayerShard
-from disttrain_cli.spec.plan import Layout, StageMemory, UnitPlan
+from disttrain_cli.spec.plan import Layout, UnitPlan
+from disttrain_cli.spec.prediction import StageMemory
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.shape import ParallelShape
 from disttrain_cli.spec.stage_graph import Stage, StageGraph, neighbours, stage_graph

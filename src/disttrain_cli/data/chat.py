@@ -96,13 +96,13 @@ class Chat:
 
     def of_model(self, inputs: ModelInputs) -> Chat:
         """Return a copy for a model, whose processor may cut files into parts."""
-        made = copy(self)
-        made._inputs = inputs
+        adapted = copy(self)
+        adapted._inputs = inputs
         for head in inputs.heads:
             for media, written in head.placeholders.items():
-                made._placeholders = made._placeholders | {MARK_OF[media]: written}
-        made._mark = made._placeholders[MARK]
-        return made
+                adapted._placeholders = adapted._placeholders | {MARK_OF[media]: written}
+        adapted._mark = adapted._placeholders[MARK]
+        return adapted
 
     @property
     def end(self) -> int | None:
@@ -245,11 +245,7 @@ class Chat:
         content = messages[number]["content"]
         replaced = absent if isinstance(content, str) else [{"type": "text", "text": absent}]
         other = self._template.render(
-            [
-                *messages[:number],
-                {**messages[number], "content": replaced},
-                *messages[number + 1 :],
-            ]
+            [*messages[:number], {**messages[number], "content": replaced}, *messages[number + 1 :]]
         )
         before, found, after = other.partition(absent)
         end = len(text) - len(after)

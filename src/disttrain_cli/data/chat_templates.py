@@ -121,15 +121,15 @@ class ChatTemplate:
 
 
 def image_token(
-    folder: Path, tokens: Mapping[str, str], rules: Rules, given: int | None = None
+    folder: Path, tokens: Mapping[str, str], rules: Rules, token_id: int | None = None
 ) -> str | None:
     """Return the placeholder of an image.
 
-    It is the token of the id `given`, else the one that the tokenizer's folder names, else a common
-    one that the tokenizer has.
+    It is the token of the id `token_id`, else the one that the tokenizer's folder names, else a
+    common one that the tokenizer has.
     """
-    if given is not None:
-        return rules.id_to_token(given)
+    if token_id is not None:
+        return rules.id_to_token(token_id)
     path = folder / "config.json"
     model = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     number = model.get("image_token_id", model.get("image_token_index"))
@@ -138,15 +138,15 @@ def image_token(
     return next((one for one in candidates if one and rules.token_to_id(one) is not None), None)
 
 
-def video_token(folder: Path, rules: Rules, given: int | None = None) -> str | None:
+def video_token(folder: Path, rules: Rules, token_id: int | None = None) -> str | None:
     """Return the placeholder of a video.
 
-    It is the token of the id `given`, else the one that the model's config.json in the folder
+    It is the token of the id `token_id`, else the one that the model's config.json in the folder
     names, else the common one if the tokenizer has it.
     """
     path = folder / "config.json"
     model = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    number = given if given is not None else model.get("video_token_id")
+    number = token_id if token_id is not None else model.get("video_token_id")
     if isinstance(number, int) and (named := rules.id_to_token(number)) is not None:
         return named
     return VIDEO_TOKEN if rules.token_to_id(VIDEO_TOKEN) is not None else None

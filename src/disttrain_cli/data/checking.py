@@ -52,12 +52,7 @@ class Broken(NamedTuple):
 
 
 def try_decoding(
-    run: Run,
-    index: Index,
-    files: Files,
-    sample: int,
-    segment: int,
-    decode: Callable[[Any], Any],
+    run: Run, index: Index, files: Files, sample: int, segment: int, decode: Callable[[Any], Any]
 ) -> list[Broken]:
     """Decode one image or clip; return the failure, if any, as a list of one.
 

@@ -73,10 +73,8 @@ class Distribution(Strict):
     seed: int = Field(0, ge=0)
     images_per_page: float = Field(
         gt=0,
-        description=(
-            "Mean size of the geometric groups in which images come; larger values skew the counts"
-            " per sequence."
-        ),
+        description="Mean size of the geometric groups in which images come; larger values skew"
+        " the counts per sequence.",
     )
     short_side_px: LogNormal
     aspect_sigma: float = Field(
@@ -89,10 +87,8 @@ class Distribution(Strict):
     )
     document_tokens: LogNormal | None = Field(
         None,
-        description=(
-            "Tokens per document, images included; longer documents are cut to a sequence. None:"
-            " every document fills a sequence."
-        ),
+        description="Tokens per document, images included; longer documents are cut to a sequence."
+        " None: every document fills a sequence.",
     )
 
 

@@ -157,9 +157,9 @@ def _check_files(folder: Path, latents: Latents, index: Index) -> None:
         for file in latents.files
         if file.images
     ):
-        given = path.stat().st_size if path.is_file() else None
-        if given != expected:
-            there = "there is no such file" if given is None else f"{given:,} bytes"
+        size = path.stat().st_size if path.is_file() else None
+        if size != expected:
+            there = "there is no such file" if size is None else f"{size:,} bytes"
             raise DataError(
                 f"The latents {folder} are damaged",
                 f"{path.name}: {there}, {expected:,} bytes are expected",

@@ -67,10 +67,8 @@ def filter_bank(bins: int) -> NDArray[np.float64]:
     return np.maximum(0.0, np.minimum(rising, falling)) * (2.0 / (corners[2:] - corners[:-2]))
 
 
-LINEAR_HZ, LINEAR_MELS = (
-    1000.0,
-    15.0,
-)  # linear up to here, logarithmic above (Slaney 1998, Auditory Toolbox)
+LINEAR_HZ = 1000.0
+LINEAR_MELS = 15.0  # linear up to here, logarithmic above (Slaney 1998, Auditory Toolbox)
 MELS_PER_E = 27.0 / np.log(6.4)
 
 

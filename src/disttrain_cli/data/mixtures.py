@@ -8,24 +8,24 @@ from itertools import zip_longest
 DIGITS = 6  # of a weight: powers differ in the last bit between machines
 
 
-def weights_of(given: Sequence[float], counts: Sequence[int], temperature: float) -> list[float]:
+def weights_of(weights: Sequence[float], counts: Sequence[int], temperature: float) -> list[float]:
     """Return weights that draw sources in proportion to (weight · samples)^(1 / temperature).
 
     In total, as many samples are drawn as by the given weights (temperature-scaled mixing: Raffel
     et al. 2020, T5, arXiv 1910.10683, section 3.5.2).
 
     Args:
-        given: weight of each source; returned unchanged at temperature 1.
+        weights: weight of each source; returned unchanged at temperature 1.
         counts: samples of each source that may be drawn.
     """
-    drawn = [weight * count for weight, count in zip(given, counts, strict=True)]
+    drawn = [weight * count for weight, count in zip(weights, counts, strict=True)]
     if temperature == 1 or not any(drawn):
-        return list(given)
+        return list(weights)
     shares = [amount ** (1 / temperature) for amount in drawn]
     total = sum(shares)
     return [
         round(sum(drawn) * share / total / count, DIGITS) if count else weight
-        for weight, count, share in zip(given, counts, shares, strict=True)
+        for weight, count, share in zip(weights, counts, shares, strict=True)
     ]
 
 

@@ -29,19 +29,19 @@ def in_parts(segments: Sequence[Segment], inputs: ModelInputs) -> list[Segment]:
     """
     if any(one.kind == TEXT and one.height_px == TEMPLATED for one in segments):
         return list(segments)
-    made = list[Segment]()
+    pieces = list[Segment]()
     texts = written_around(
         [(one.kind, one.numbers) for one in segments if one.kind != TEXT], inputs
     )
     for segment in segments:
         if segment.kind == TEXT:
-            made.append(segment)
+            pieces.append(segment)
             continue
         first, *others = next(texts)
-        made += _around(segment, first)
+        pieces += _around(segment, first)
         for part, text in enumerate(others):
-            made += [segment._replace(part=part), *_around(segment, text)]
-    return made
+            pieces += [segment._replace(part=part), *_around(segment, text)]
+    return pieces
 
 
 def _around(file: Segment, text: str) -> list[Segment]:

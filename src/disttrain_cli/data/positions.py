@@ -50,14 +50,14 @@ def joined_in_time(
     Returns:
         (index of the first token, positions) of each joined grid.
     """
-    made = list[tuple[int, Ints, *tuple[int, ...]]]()
+    runs = list[tuple[int, Ints, *tuple[int, ...]]]()
     for place, inside, time in grids:
         later = inside if time is None else inside + np.array([[time], [0], [0]])
-        if time is not None and made and made[-1][0] + made[-1][1].shape[1] == place:
-            made[-1] = made[-1][0], np.concatenate([made[-1][1], later], axis=1)
+        if time is not None and runs and runs[-1][0] + runs[-1][1].shape[1] == place:
+            runs[-1] = runs[-1][0], np.concatenate([runs[-1][1], later], axis=1)
         else:
-            made.append((place, later))
-    return made
+            runs.append((place, later))
+    return runs
 
 
 def grid_positions(grid: tuple[int, int, int], every: float = 1.0) -> Ints:

@@ -82,11 +82,11 @@ def check_request(request: Request, layout: Layout, inputs: ModelInputs) -> None
         raise ValueError(f"there is no field {printable(unknown[0])} in this run")
 
 
-def check_number(what: str, given: int, count: int) -> None:
+def check_number(what: str, number: int, count: int) -> None:
     """Raise ValueError if a number is not below `count`, from 0."""
-    if not 0 <= given < count:
+    if not 0 <= number < count:
         raise ValueError(
-            f"{what} {printable(str(given), 20)} is out of range: the job has {count}, counted"
+            f"{what} {printable(str(number), 20)} is out of range: the job has {count}, counted"
             " from 0"
         )
 

@@ -35,10 +35,10 @@ def tiles(pixels: Bytes, processor: ImageProcessor, parts: int) -> Callable[[int
 
     @cache
     def resized() -> Bytes:
-        made = pixels if cut.square is None else _squared(pixels, cut.square)
+        picture = pixels if cut.square is None else _squared(pixels, cut.square)
         for size in cut.resized:
-            made = _resized(made, size, processor)
-        return made if cut.canvas is None else _amid(made, cut.canvas)
+            picture = _resized(picture, size, processor)
+        return picture if cut.canvas is None else _amid(picture, cut.canvas)
 
     def tile(part: int) -> Bytes:
         place = cut.place(part)

@@ -116,13 +116,13 @@ class SequencePlan:
         """Return the positions of the tokens of all samples."""
         if self.inputs.positions == "1d":
             return ranges(np.zeros(len(self.samples), dtype=np.int64), self.sample_tokens)
-        grids, made = self._image_grids(), []
+        grids, positions = self._image_grids(), []
         places = np.array([grid[0] for grid in grids], dtype=np.int64)
         for first, count in zip(self.sample_at, self.sample_tokens, strict=True):
             inside = np.flatnonzero((first <= places) & (places < first + count)).tolist()
             of_sample = [(grids[at][0] - int(first), *grids[at][1:]) for at in inside]
-            made.append(sample_positions(self.inputs.positions, int(count), of_sample))
-        return np.concatenate(made, axis=1)
+            positions.append(sample_positions(self.inputs.positions, int(count), of_sample))
+        return np.concatenate(positions, axis=1)
 
     def _image_grids(self) -> list[tuple[int, Ints, *tuple[int, ...]]]:
         """Return each image grid, as `sample_positions` reads it."""
@@ -186,9 +186,9 @@ class SequencePlan:
             numbers = np.flatnonzero(self.kinds == kind).tolist()
             for places, number in zip(self.rows(kind), numbers, strict=True):
                 ids[places.seen] = self._row_id(item, number, tokenizer)
-        for first, given in self._fixed():
-            inside = ids[first : first + len(given)]
-            inside[given >= 0] = given[given >= 0]
+        for first, fixed in self._fixed():
+            inside = ids[first : first + len(fixed)]
+            inside[fixed >= 0] = fixed[fixed >= 0]
         texts = [text for row in self.samples.tolist() for text in read_texts(row)]
         for segment, text in zip(np.flatnonzero(self.kinds == TEXT), texts, strict=True):
             first = self.segment_at[segment]

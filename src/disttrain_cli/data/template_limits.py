@@ -258,10 +258,10 @@ def _charged(node: nodes.Expr) -> nodes.Expr:
 
 
 def _filtered(value: nodes.Node, name: str, place: nodes.Node) -> nodes.Filter:
-    made = nodes.Filter(value, name, [], [], None, None, lineno=place.lineno)
+    filtered = nodes.Filter(value, name, [], [], None, None, lineno=place.lineno)
     assert place.environment is not None
-    made.set_environment(place.environment)
-    return made
+    filtered.set_environment(place.environment)
+    return filtered
 
 
 def _bits(number: Any) -> int:

@@ -133,13 +133,13 @@ def load(folder: Path, processor: bool) -> str:
     if not isinstance(tokenizer, TokenizersBackend):
         raise ValueError(f"{type(tokenizer).__name__} is not a tokenizer of the library tokenizers")
     templates = [partial(_tokenizer_template, tokenizer), partial(_processor_template, folder)]
-    given = (read() for read in templates[:: -1 if processor else 1])
+    texts = (read() for read in templates[:: -1 if processor else 1])
     return json.dumps(
         {
             "rules": tokenizer.backend_tokenizer.to_str(),
             "split_special_tokens": tokenizer.split_special_tokens,
             "tokens": tokenizer.special_tokens_map,
-            "template": next(filter(None, given), None),
+            "template": next(filter(None, texts), None),
         }
     )
 
@@ -153,16 +153,16 @@ def _processor_template(folder: Path) -> str | None:
     """Return the chat template of the folder's processor."""
     from transformers import ProcessorMixin
 
-    given: Any = ProcessorMixin.get_processor_dict(folder, local_files_only=True)[0].get(
+    values: Any = ProcessorMixin.get_processor_dict(folder, local_files_only=True)[0].get(
         "chat_template"
     )
-    if isinstance(given, dict):
-        if "default" not in given:
-            raise ValueError(f"of its chat templates ({', '.join(given)}) none is `default`")
-        given = given["default"]
-    if given is not None and not isinstance(given, str):
+    if isinstance(values, dict):
+        if "default" not in values:
+            raise ValueError(f"of its chat templates ({', '.join(values)}) none is `default`")
+        values = values["default"]
+    if values is not None and not isinstance(values, str):
         raise ValueError("the `chat_template` of processor_config.json must be a text")
-    return given
+    return values
 
 
 if __name__ == "__main__":

@@ -15,7 +15,8 @@ from disttrain_cli.planning.explain import delays
 from disttrain_cli.planning.predict import predict
 from disttrain_cli.planning.units import Cluster, units_of
 from disttrain_cli.spec.files import fingerprint
-from disttrain_cli.spec.plan import Layout, Plan, Prediction
+from disttrain_cli.spec.plan import Layout, Plan
+from disttrain_cli.spec.prediction import Prediction
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.runfile import RunFile
 

@@ -23,7 +23,8 @@ from disttrain_cli.simulation.pipeline import simulate
 from disttrain_cli.simulation.shared_cores import simulate_shared
 from disttrain_cli.simulation.step import pipeline_of
 from disttrain_cli.simulation.timeline import Pipeline, Timeline
-from disttrain_cli.spec.plan import Alternative, Baseline, Layout, Plan, Prediction, UnitPlan
+from disttrain_cli.spec.plan import Alternative, Baseline, Layout, Plan, UnitPlan
+from disttrain_cli.spec.prediction import Prediction
 from disttrain_cli.spec.profile import Profile
 
 Floats = NDArray[np.float64]

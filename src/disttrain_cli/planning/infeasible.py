@@ -23,7 +23,8 @@ from disttrain_cli.planning.layouts import layout_with
 from disttrain_cli.planning.options import Columns, layer_gib
 from disttrain_cli.planning.partition import fewest_stages
 from disttrain_cli.planning.units import Cluster, Unit, groupings, holder_of, shape_at, sharing
-from disttrain_cli.spec.plan import Layout, StageMemory, Strategy
+from disttrain_cli.spec.plan import Layout, Strategy
+from disttrain_cli.spec.prediction import StageMemory
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.shape import ParallelShape
 

@@ -26,7 +26,8 @@ from disttrain_cli.simulation.shared_cores import simulate_shared
 from disttrain_cli.simulation.step import pipeline_of, pipelines_of
 from disttrain_cli.simulation.timeline import Pipeline, Timeline
 from disttrain_cli.spec.files import fingerprint
-from disttrain_cli.spec.plan import Layout, Prediction, StageMemory, StageTime, UnitTime
+from disttrain_cli.spec.plan import Layout
+from disttrain_cli.spec.prediction import Prediction, StageMemory, StageTime, UnitTime
 from disttrain_cli.spec.profile import DeviceProfile, Profile
 from disttrain_cli.spec.trace import COMPUTE
 

@@ -14,7 +14,8 @@ from disttrain_cli.costs.doubts import Level, costs_at, doubts_of, lacks_network
 from disttrain_cli.planning.draws import Draws
 from disttrain_cli.planning.predict import simulated_s
 from disttrain_cli.planning.units import Cluster
-from disttrain_cli.spec.plan import Alternative, Baseline, Basis, Layout, Plan, Prediction
+from disttrain_cli.spec.plan import Alternative, Baseline, Layout, Plan
+from disttrain_cli.spec.prediction import Basis, Prediction
 from disttrain_cli.spec.profile import Profile
 
 TIE = 0.01  # share of a step below which a difference at both levels is a tie

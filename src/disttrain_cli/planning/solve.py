@@ -42,15 +42,8 @@ from disttrain_cli.planning.sharded import sharded
 from disttrain_cli.planning.split_backward import timed, whole
 from disttrain_cli.planning.units import Cluster, Unit, groupings, units_of
 from disttrain_cli.spec.files import fingerprint
-from disttrain_cli.spec.plan import (
-    Alternative,
-    Baseline,
-    Layout,
-    Plan,
-    Prediction,
-    Search,
-    Strategy,
-)
+from disttrain_cli.spec.plan import Alternative, Baseline, Layout, Plan, Search, Strategy
+from disttrain_cli.spec.prediction import Prediction
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.runfile import RunFile
 from disttrain_cli.spec.shape import ParallelShape

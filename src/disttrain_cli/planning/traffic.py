@@ -23,7 +23,8 @@ from disttrain_cli.costs.preparing import item_s
 from disttrain_cli.costs.replicated import dealt_bytes
 from disttrain_cli.spec.index import KINDS
 from disttrain_cli.spec.layer_costs import Pass
-from disttrain_cli.spec.plan import Layout, PreprocessNeed, Traffic, UnitPlan
+from disttrain_cli.spec.plan import Layout, UnitPlan
+from disttrain_cli.spec.prediction import PreprocessNeed, Traffic
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.work import Work
 

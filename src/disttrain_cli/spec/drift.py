@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from msgspec import Meta, Struct
+from msgspec import Struct
+
+from disttrain_cli.spec.meta import doc
 
 
 class Drift(Struct, frozen=True, kw_only=True):
     """One mean that has deviated."""
 
-    what: Annotated[str, Meta(description="Such as 'images read per sequence'.")]
-    planned: Annotated[float, Meta(description="Mean of the sizes in the profile.")]
-    seen: Annotated[float, Meta(description="Mean over the last steps.")]
-    change_pct: Annotated[
-        float | None, Meta(description="(seen − planned) ÷ planned; null if planned is 0.")
-    ]
-    z: Annotated[float, Meta(description="(seen − planned) ÷ its standard error.")]
+    what: Annotated[str, doc("Such as 'images read per sequence'.")]
+    planned: Annotated[float, doc("Mean of the sizes in the profile.")]
+    seen: Annotated[float, doc("Mean over the last steps.")]
+    change_pct: Annotated[float | None, doc("(seen − planned) ÷ planned; null if planned is 0.")]
+    z: Annotated[float, doc("(seen − planned) ÷ its standard error.")]
     from_step: Annotated[
-        int | None, Meta(description="First step of the drift; null: from the first step on.")
+        int | None, doc("First step of the drift; null: from the first step on.")
     ] = None
 
     @property

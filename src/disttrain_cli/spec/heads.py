@@ -221,27 +221,20 @@ class ImageInput(Head):
     window: int = Field(
         1,
         ge=1,
-        description=(
-            "Patches per side of the attention windows of most blocks, in whole merge blocks; 1 ="
-            " none: all attend to the whole image."
-        ),
+        description="Patches per side of the attention windows of most blocks, in whole merge"
+        " blocks; 1 = none: all attend to the whole image.",
     )
     processor: Annotated[
         ImageProcessor | None,
         WithJsonSchema({"anyOf": [ImageProcessor.model_json_schema(), {"type": "null"}]}),
-    ] = Field(
-        None,
-        description="Resizing rule of the published model, if it has one.",
-    )
+    ] = Field(None, description="Resizing rule of the published model, if it has one.")
     video: Annotated[
         VideoProcessor | None,
         WithJsonSchema({"anyOf": [VideoProcessor.model_json_schema(), {"type": "null"}]}),
     ] = Field(
         None,
-        description=(
-            "Preparation of videos, if they are read: an item is then two frames of a video, or an"
-            " image twice."
-        ),
+        description="Preparation of videos, if they are read: an item is then two frames of a"
+        " video, or an image twice.",
     )
 
     @model_validator(mode="after")
@@ -278,10 +271,8 @@ class ImageInput(Head):
 
     @property
     def largest(self) -> Grid:
-        side_px, period_px = (
-            math.isqrt(min(self.max_pixels, LARGE_IMAGE_PX)),
-            self.period * self.merge * self.patch_px,
-        )
+        side_px = math.isqrt(min(self.max_pixels, LARGE_IMAGE_PX))
+        period_px = self.period * self.merge * self.patch_px
         side = max(1, side_px // period_px) * self.period
         return side, side
 
@@ -519,9 +510,8 @@ class TargetInput(Head):
     size_px: int = Field(ge=8, description="Side length of the square image.")
     channels: int = Field(
         3,
-        description=(
-            "Channels of the image, or of the mean and log-variance of its prepared latents."
-        ),
+        description="Channels of the image, or of the mean and log-variance of its prepared"
+        " latents.",
     )
     context_tokens: int = Field(
         ge=1, description="Number of LLM positions that condition one image."
@@ -532,14 +522,11 @@ class TargetInput(Head):
         description="Precision of prepared latents that replace the image's pixels; or false.",
     )
     buckets: Annotated[
-        Buckets | None,
-        WithJsonSchema({"anyOf": [Buckets.model_json_schema(), {"type": "null"}]}),
+        Buckets | None, WithJsonSchema({"anyOf": [Buckets.model_json_schema(), {"type": "null"}]})
     ] = Field(
         None,
-        description=(
-            "Sizes of the images if they are not all squares; grid is then in patches, and size_px"
-            " is the size of sampled images."
-        ),
+        description="Sizes of the images if they are not all squares; grid is then in patches, and"
+        " size_px is the size of sampled images.",
     )
 
     @property

@@ -58,11 +58,7 @@ class ImageProcessor(Strict):
     )
     patch_px: int | None = Field(None, ge=1, description="budget: side length of its patches.")
     merge: int | None = Field(None, ge=1, description="budget: patches per side of a block.")
-    tokens: int | None = Field(
-        None,
-        ge=1,
-        description="tiles: number of placeholders per tile.",
-    )
+    tokens: int | None = Field(None, ge=1, description="tiles: number of placeholders per tile.")
     tiling: Tiling | None = Field(None, description="tiles: rule of tiling.")
 
     @model_validator(mode="after")
@@ -158,15 +154,15 @@ class ImageProcessor(Strict):
             raise ValueError("`resized_height` and `resized_width` go together")
         if height is not None and width is not None:
             size = (width, height)
-            made = [max(1, round(side / block_px)) * block_px for side in size]
-            least = made[0] * made[1]
+            sides_px = [max(1, round(side / block_px)) * block_px for side in size]
+            least = sides_px[0] * sides_px[1]
         else:
             if most is not None and most < block_px**2:
                 raise ValueError(f"a token of the image covers {block_px**2} pixels")
             if most is not None and least is not None and least > most:
                 raise ValueError("`min_pixels` must not be more than `max_pixels`")
             most = min(most or max_pixels, max_pixels)
-            made = self._within(size, least or min(self.min_pixels, most), most, block_px)
+            sides_px = self._within(size, least or min(self.min_pixels, most), most, block_px)
         if reason := self.misfit(*size):
             raise ValueError(reason)
         if least is not None and least > max_pixels:
@@ -174,7 +170,7 @@ class ImageProcessor(Strict):
                 f"an image has at most {max_pixels} pixels here (data.max_image_pixels, and the"
                 " model's processor)"
             )
-        return made[0], made[1]
+        return sides_px[0], sides_px[1]
 
     def _within(self, size: tuple[int, int], least: int, most: int, block_px: int) -> list[int]:
         """Return width and height of an image between these bounds."""

@@ -52,17 +52,13 @@ class ModelInputs(Strict):
     sequence_length: int = Field(ge=16)
     windows: list[int] = Field(
         default_factory=list,
-        description=(
-            "Attention window of each LLM block: number of previous tokens of a sample that a"
-            " token attends to, itself included; empty if all blocks attend to all tokens."
-        ),
+        description="Attention window of each LLM block: number of previous tokens of a sample"
+        " that a token attends to, itself included; empty if all blocks attend to all tokens.",
     )
     positions: Positions = Field(
         "1d",
-        description=(
-            "Number of position ids per LLM token: one, counted within its sample, or three (time,"
-            " row and column) for multimodal rotary embeddings."
-        ),
+        description="Number of position ids per LLM token: one, counted within its sample, or"
+        " three (time, row and column) for multimodal rotary embeddings.",
     )
     heads: list[
         Annotated[
@@ -79,11 +75,9 @@ class ModelInputs(Strict):
         ]
     ] = Field(
         default_factory=list,
-        description=(
-            "Modality specs of all encoders and generators, in the model's order. Those with the"
-            " same item process the same items: image encoders see every image, cut into the same"
-            " patches; generators learn to generate the same images, each at its size."
-        ),
+        description="Modality specs of all encoders and generators, in the model's order. Those"
+        " with the same item process the same items: image encoders see every image, cut into the"
+        " same patches; generators learn to generate the same images, each at its size.",
     )
 
     @model_validator(mode="after")

@@ -49,10 +49,8 @@ class JoinedTiles(Strict):
     )
     background: tuple[int, ...] | None = Field(
         None,
-        description=(
-            "If set, only a sample's single image is tiled: several images are padded to squares"
-            " and resized (OneVision)."
-        ),
+        description="If set, only a sample's single image is tiled: several images are padded to"
+        " squares and resized (OneVision).",
     )
     most_tiles: int | None = Field(
         None,
@@ -85,8 +83,8 @@ class JoinedTiles(Strict):
     def misfit(self, image: Size, cut: Cut, side: int) -> str | None:
         """Return why an image with these tiles of `side` tokens is not read; None if it is."""
         seen = _seen(image, cut, side)
-        made = self.interpolated(seen.rows, seen.columns, side)
-        if not cut.whole or min(made) or made == (seen.rows, seen.columns):
+        size = self.interpolated(seen.rows, seen.columns, side)
+        if not cut.whole or min(size) or size == (seen.rows, seen.columns):
             return None
         return (
             f"an image of {image[0]} × {image[1]} pixels has {seen.rows} × {seen.columns} features,"
@@ -107,23 +105,23 @@ def places(image: Size, cut: Cut, side: int, rule: JoinedTiles) -> list[Places]:
     """Return the LLM positions of the side² + side rows of each tile of an image."""
     import numpy as np
 
-    whole = np.full(side**2 + side, UNSEEN)
-    whole[: side**2] = np.arange(side**2)
+    overview = np.full(side**2 + side, UNSEEN)
+    overview[: side**2] = np.arange(side**2)
     if not cut.whole:
-        whole[side**2] = side**2
-        return [_alone(whole)]
+        overview[side**2] = side**2
+        return [_alone(overview)]
     seen = _seen(image, cut, side)
-    made = rule.interpolated(seen.rows, seen.columns, side)
-    rows, of_rows = _lines(cut.rows * side, seen.top, seen.rows, made[0])
-    columns, of_columns = _lines(cut.columns * side, seen.left, seen.columns, made[1])
+    size = rule.interpolated(seen.rows, seen.columns, side)
+    rows, of_rows = _lines(cut.rows * side, seen.top, seen.rows, size[0])
+    columns, of_columns = _lines(cut.columns * side, seen.left, seen.columns, size[1])
     # columns of the joined picture, followed by one of newlines
     rows, columns = rows[:, None, :, None], columns[None, :, None, :]
     there = (rows != UNSEEN) & (columns != UNSEEN)
-    at = np.where(there, side**2 + rows * (made[1] + 1) + columns, UNSEEN)
+    at = np.where(there, side**2 + rows * (size[1] + 1) + columns, UNSEEN)
     shares = (of_rows[:, None, :, None] * of_columns[None, :, None, :]).astype(np.float32)
     ends = np.full(cut.rows * side, UNSEEN)
-    ends[seen.top : seen.top + made[0]] = side**2 + (np.arange(made[0]) + 1) * (made[1] + 1) - 1
-    tiles = [_alone(whole)]
+    ends[seen.top : seen.top + size[0]] = side**2 + (np.arange(size[0]) + 1) * (size[1] + 1) - 1
+    tiles = [_alone(overview)]
     for row in range(cut.rows):
         inside = slice(row * side, (row + 1) * side)
         for column in range(cut.columns):
@@ -150,14 +148,14 @@ def _alone(at: Ints) -> Places:
     )
 
 
-def _lines(lines: int, first: int, seen: int, made: int) -> tuple[Ints, Floats]:
+def _lines(lines: int, first: int, seen: int, target: int) -> tuple[Ints, Floats]:
     """Return [lines, 2] the output lines to which each input line contributes, and its weights.
 
-    `seen` lines from `first` on are interpolated to `made` (bilinear, as in torch).
+    `seen` lines from `first` on are interpolated to `target` (bilinear, as in torch).
     """
     import numpy as np
 
-    centres = (np.arange(made) + 0.5) * (seen / max(1, made)) - 0.5
+    centres = (np.arange(target) + 0.5) * (seen / max(1, target)) - 0.5
     distances = np.abs(np.arange(-first, lines - first)[:, None] - centres)
     inside = (np.arange(lines) >= first) & (np.arange(lines) < first + seen)
     every = np.pad(np.maximum(0, 1 - distances) * inside[:, None], ((0, 0), (0, NEAR)))

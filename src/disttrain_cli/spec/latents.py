@@ -37,8 +37,7 @@ class Origin(Strict):
     )
     precision: Literal["fp32", "bf16"]
     buckets: Buckets | None = Field(
-        None,
-        description="Sizes of the images, if they differ; shape is then that of the largest.",
+        None, description="Sizes of the images, if they differ; shape is then that of the largest."
     )
 
     @property

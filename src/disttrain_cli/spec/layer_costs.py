@@ -58,10 +58,8 @@ class LayerShard(Strict):
     parameters: int = Field(description="Number of parameters on one rank of the TP group.")
     trained_parameters: int | None = Field(
         None,
-        description=(
-            "Number of these that are trained if the layer is, namely its adapters; None: all, as"
-            " the module has no lora."
-        ),
+        description="Number of these that are trained if the layer is, namely its adapters; None:"
+        " all, as the module has no lora.",
     )
     forward_ms: Polynomial
     backward_ms: Polynomial = Field(
@@ -72,10 +70,8 @@ class LayerShard(Strict):
     )
     weight_ms: Polynomial = Field(
         default_factory=Polynomial,
-        description=(
-            "Part of `backward_ms` for gradients of linear and convolution weights, which may be"
-            " deferred (`weight_delay` of a plan)."
-        ),
+        description="Part of `backward_ms` for gradients of linear and convolution weights, which"
+        " may be deferred (`weight_delay` of a plan).",
     )
     activation_bytes: Polynomial = Field(
         description="Activation bytes kept from forward to backward."
@@ -84,27 +80,22 @@ class LayerShard(Strict):
         description="Activation bytes kept if the weights are frozen."
     )
     input_bytes: Polynomial = Field(
-        description=(
-            "Bytes of the layer's input, the only activations kept under activation checkpointing."
-        )
+        description="Bytes of the layer's input, the only activations kept under activation"
+        " checkpointing."
     )
     batch_bytes: Polynomial = Field(
         default_factory=Polynomial,
-        description=(
-            "Bytes of a slot's inputs that the layer reads (pixels, sound, token ids), which stay"
-            " allocated under recomputation; otherwise they are part of the activation bytes."
-        ),
+        description="Bytes of a slot's inputs that the layer reads (pixels, sound, token ids),"
+        " which stay allocated under recomputation; otherwise they are part of the activation"
+        " bytes.",
     )
     transient_bytes: Polynomial = Field(
-        default_factory=Polynomial,
-        description="Peak of further bytes that a pass holds at a time.",
+        default_factory=Polynomial, description="Peak of further bytes that a pass holds at a time."
     )
     still_bytes: Polynomial | None = Field(
         None,
-        description=(
-            "Peak bytes of a forward without a backward, as for a frozen layer with no trained"
-            " layer before it. None, in older profiles: `transient_bytes`."
-        ),
+        description="Peak bytes of a forward without a backward, as for a frozen layer with no"
+        " trained layer before it. None, in older profiles: `transient_bytes`.",
     )
     deferred_bytes: Polynomial = Field(
         default_factory=Polynomial,
@@ -112,41 +103,30 @@ class LayerShard(Strict):
     )
     split_transient_bytes: Polynomial = Field(
         default_factory=Polynomial,
-        description=(
-            "Peak of further bytes held between the split backward and the deferred weight"
-            " gradients."
-        ),
+        description="Peak of further bytes held between the split backward and the deferred weight"
+        " gradients.",
     )
     recomputing_bytes: Polynomial = Field(
         default_factory=Polynomial,
-        description=(
-            "Additional bytes under recomputation: a TP group's gathered rows, which are otherwise"
-            " dropped."
-        ),
+        description="Additional bytes under recomputation: a TP group's gathered rows, which are"
+        " otherwise dropped.",
     )
     recomputing_ms: Polynomial = Field(
         default_factory=Polynomial,
-        description=(
-            "Additional time of a backward with recomputation, beyond forward and backward: below"
-            " zero, as a TP group then does not gather rows twice."
-        ),
+        description="Additional time of a backward with recomputation, beyond forward and"
+        " backward: below zero, as a TP group then does not gather rows twice.",
     )
     sent_bytes: dict[Pass, Polynomial] = Field(
         default_factory=dict,
-        description=(
-            "Bytes of the TP group's messages over the link of one rank, by pass; 'recomputing' is"
-            " a backward with recomputation, 'recomputing_overlapped' the same with messages"
-            " overlapped with GEMMs, which gathers rows twice."
-        ),
+        description="Bytes of the TP group's messages over the link of one rank, by pass;"
+        " 'recomputing' is a backward with recomputation, 'recomputing_overlapped' the same with"
+        " messages overlapped with GEMMs, which gathers rows twice.",
     )
     hidden_ms: dict[HidingPass, Polynomial] = Field(
         default_factory=dict,
-        description=(
-            "Time saved in a pass if the TP group's messages are overlapped with GEMMs"
-            " (`tp_overlap` of a plan): hidden messages minus the cost of chunked GEMMs;"
-            " 'recomputing' is a backward with recomputation, 'split' one with deferred weight"
-            " gradients."
-        ),
+        description="Time saved in a pass if the TP group's messages are overlapped with GEMMs"
+        " (`tp_overlap` of a plan): hidden messages minus the cost of chunked GEMMs; 'recomputing'"
+        " is a backward with recomputation, 'split' one with deferred weight gradients.",
     )
     overlapping_bytes: Polynomial = Field(
         default_factory=Polynomial,
@@ -154,10 +134,8 @@ class LayerShard(Strict):
     )
     symmetric_bytes: Polynomial = Field(
         default_factory=Polynomial,
-        description=(
-            "Symmetric memory that the TP group needs for overlapped messages on CUDA; the group"
-            " permanently allocates as much as its largest layer needs."
-        ),
+        description="Symmetric memory that the TP group needs for overlapped messages on CUDA; the"
+        " group permanently allocates as much as its largest layer needs.",
     )
     fit_error_pct: float = Field(
         description="Mean absolute error of forward plus backward on held-out sizes."
@@ -226,40 +204,31 @@ class LayerCost(Strict):
         description="FLOPs of the backward with gradients of inputs only."
     )
     weight_flops: Polynomial = Field(
-        default_factory=Polynomial,
-        description="Part of `backward_flops` that may be deferred.",
+        default_factory=Polynomial, description="Part of `backward_flops` that may be deferred."
     )
     heads: Heads | None = Field(
         None,
-        description=(
-            "For an attention whose rows may be sharded over ranks (CP): number of query heads, of"
-            " key and value heads, and their width."
-        ),
+        description="For an attention whose rows may be sharded over ranks (CP): number of query"
+        " heads, of key and value heads, and their width.",
     )
     experts: Experts | None = Field(
         None,
-        description=(
-            "For a mixture whose experts may be divided over ranks (EP): number of experts, of"
-            " those that a token chooses, width of a row, number of parameters of all experts, and"
-            " of those that are trained if the layer is; bytes per row at an expert, saved if the"
-            " layer is trained, if it is frozen, and the peak of further ones; measured routing by"
-            " modality, share of the rows, dispersion, and experts' shares by layer; bytes per row"
-            " held for gradients of weights that are computed later."
-        ),
+        description="For a mixture whose experts may be divided over ranks (EP): number of"
+        " experts, of those that a token chooses, width of a row, number of parameters of all"
+        " experts, and of those that are trained if the layer is; bytes per row at an expert,"
+        " saved if the layer is trained, if it is frozen, and the peak of further ones; measured"
+        " routing by modality, share of the rows, dispersion, and experts' shares by layer;"
+        " bytes per row held for gradients of weights that are computed later.",
     )
     fused_heads: bool = Field(
         False,
-        description=(
-            "Queries, keys and values are views of one tensor: without CP a rank keeps all of it"
-            " for the values, with CP only the values."
-        ),
+        description="Queries, keys and values are views of one tensor: without CP a rank keeps all"
+        " of it for the values, with CP only the values.",
     )
     frozen_projection: bool = Field(
         False,
-        description=(
-            "The projection after that attention is never trained and has no adapter: its input is"
-            " not kept."
-        ),
+        description="The projection after that attention is never trained and has no adapter: its"
+        " input is not kept.",
     )
     gathered_bytes: Polynomial = Field(
         default_factory=Polynomial,

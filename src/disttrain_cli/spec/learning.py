@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from msgspec import Meta
+from disttrain_cli.spec.meta import doc
 
 Verdict = Literal["diverging", "not learning", "overfitting", "too early to say", "learning"]
 
@@ -14,24 +14,19 @@ Verdict = Literal["diverging", "not learning", "overfitting", "too early to say"
 class LossCourse:
     """One loss from the first to the last step that is judged."""
 
-    loss: Annotated[
-        str, Meta(description="text, image, or the module, if there are several generators.")
-    ]
+    loss: Annotated[str, doc("text, image, or the module, if there are several generators.")]
     verdict: Verdict
-    why: Annotated[str, Meta(description="Summary of the figures behind the verdict.")]
-    first: Annotated[float | None, Meta(description="Median of the first steps.")] = None
-    last: Annotated[float | None, Meta(description="Median of the last steps.")] = None
+    why: Annotated[str, doc("Summary of the figures behind the verdict.")]
+    first: Annotated[float | None, doc("Median of the first steps.")] = None
+    last: Annotated[float | None, doc("Median of the last steps.")] = None
     error: Annotated[
-        float | None,
-        Meta(description="Standard error of the difference between the two, from batch noise."),
+        float | None, doc("Standard error of the difference between the two, from batch noise.")
     ] = None
-    to_beat: Annotated[
-        float | None, Meta(description="Loss of a model that has not learned the task.")
-    ] = None
-    basis: Annotated[str, Meta(description="Information that such a model uses.")] = ""
-    held_out: Annotated[
-        list[tuple[int, float]], Meta(description="(step, loss) of every evaluation.")
-    ] = field(default_factory=list)
+    to_beat: Annotated[float | None, doc("Loss of a model that has not learned the task.")] = None
+    basis: Annotated[str, doc("Information that such a model uses.")] = ""
+    held_out: Annotated[list[tuple[int, float]], doc("(step, loss) of every evaluation.")] = field(
+        default_factory=list
+    )
 
 
 @dataclass(frozen=True)
@@ -40,11 +35,10 @@ class Learning:
 
     verdict: Verdict
     steps: Annotated[
-        int,
-        Meta(description="Number of steps in the verdict: those of the last phase of the data."),
+        int, doc("Number of steps in the verdict: those of the last phase of the data.")
     ] = 0
     losses: list[LossCourse] = field(default_factory=list)
-    advice: Annotated[str, Meta(description="Settings to check; empty if nothing is wrong.")] = ""
+    advice: Annotated[str, doc("Settings to check; empty if nothing is wrong.")] = ""
 
     @property
     def bad(self) -> bool:

@@ -70,8 +70,8 @@ class ImageCall:
 
     def counts(self, processor: Any, sizes: Sequence[Numbers]) -> list[int]:
         _check_heights(sizes)
-        made = processor._get_num_multimodal_tokens(image_sizes=[one[::-1] for one in sizes])
-        return list(map(int, made.num_image_tokens))
+        counted = processor._get_num_multimodal_tokens(image_sizes=[one[::-1] for one in sizes])
+        return list(map(int, counted.num_image_tokens))
 
 
 class Frames(NamedTuple):
@@ -101,13 +101,13 @@ class VideoCall:
         """Return the numbers of the frames that are sampled; ValueError if it has too few."""
         given = {"fps": self._fps(processor), "max_frames": self.max_frames}
         try:
-            made = processor.video_processor.sample_frames(
+            frames = processor.video_processor.sample_frames(
                 metadata=self._metadata(film),
                 **{name: value for name, value in given.items() if value is not None},
             )
         except Exception as error:  # classes of many authors raise anything
             raise ValueError(f"its frames are not sampled: {error}") from None
-        return [int(number) for number in made]
+        return [int(number) for number in frames]
 
     def blank(self, processor: Any, numbers: Numbers) -> Any:
         import numpy as np
@@ -129,8 +129,8 @@ class VideoCall:
     def counts(self, processor: Any, sizes: Sequence[Numbers]) -> list[int]:
         films = [Film(*numbers) for numbers in sizes]
         sampled = [(len(self.frames(processor, one)), one.height_px, one.width_px) for one in films]
-        made = processor._get_num_multimodal_tokens(video_sizes=sampled)
-        return list(map(int, made["num_video_tokens"]))
+        counted = processor._get_num_multimodal_tokens(video_sizes=sampled)
+        return list(map(int, counted["num_video_tokens"]))
 
     def _fps(self, processor: Any) -> float | None:
         own = processor.video_processor
@@ -173,8 +173,8 @@ class AudioCall:
 
     def counts(self, processor: Any, sizes: Sequence[Numbers]) -> list[int]:
         lengths = [numbers[0] * RATE_HZ // 1000 for numbers in sizes]
-        made = processor._get_num_multimodal_tokens(audio_lengths=lengths)
-        return list(map(int, made["num_audio_tokens"]))
+        counted = processor._get_num_multimodal_tokens(audio_lengths=lengths)
+        return list(map(int, counted["num_audio_tokens"]))
 
     def longest_ms(self, processor: Any) -> float:
         """Return the duration beyond which the processor drops what follows."""

@@ -242,12 +242,12 @@ class LibraryProcessor:
         base = self._base
         names = inspect.signature(base.get_rope_index).parameters
         try:
-            made, _ = base.get_rope_index(
+            positions, _ = base.get_rope_index(
                 **{name: value for name, value in given.items() if name in names}
             )
         except Exception as error:
             raise self._refused(f"get_rope_index: {_line(error)}") from None
-        found = made.numpy()[-3:, 0]
+        found = positions.numpy()[-3:, 0]
         inside = found[:, len(before) :][:, : len(one.ids)]
         first, following = inside[0, 0], found[:, len(before) + len(one.ids)]
         if (inside[:, 0] != first).any() or (following != following[0]).any():
@@ -361,12 +361,12 @@ class LibraryProcessor:
         bf16 = import_module("torch").bfloat16  # which numpy lacks
         with _on_host():  # a mode that fakes a device would make arrays of tensors without values
             try:
-                made = self._processor(**arguments, text=text, return_tensors="pt")
+                outputs = self._processor(**arguments, text=text, return_tensors="pt")
             except Exception as error:  # classes of many authors raise anything
                 raise ValueError(f"the processor refuses it: {_line(error)}") from None
             arrays = {
                 name: np.asarray(value.float() if getattr(value, "dtype", None) is bf16 else value)
-                for name, value in made.items()
+                for name, value in outputs.items()
                 if name not in OF_TEXT
             }
         said, *others = self._recorder.said.texts
@@ -413,10 +413,10 @@ class LibraryProcessor:
     def _loaded(self) -> Any:
         try:
             transformers = import_module("transformers")
-            made = transformers.AutoProcessor
+            processor_class = transformers.AutoProcessor
             if not transformers.utils.is_torchvision_available():
-                made = _without_videos(self._class_name()) or made
-            return made.from_pretrained(
+                processor_class = _without_videos(self._class_name()) or processor_class
+            return processor_class.from_pretrained(
                 str(self.folder), local_files_only=True, trust_remote_code=False
             )
         except ModuleNotFoundError as error:
@@ -483,10 +483,10 @@ def _without_videos(name: str | None) -> Any:
             fewer: Any = type(
                 base.__name__, (base,), {"get_attributes": classmethod(lambda _: names)}
             )
-            made = dict(
+            values = dict(
                 zip(names, fewer._get_arguments_from_pretrained(*args, **kwargs), strict=True)
             )
-            return [made.get(one) for one in base.get_attributes()]
+            return [values.get(one) for one in base.get_attributes()]
 
     OfImages.__name__ = base.__name__  # the library compares it with the folder's
     return OfImages

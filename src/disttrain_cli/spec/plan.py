@@ -14,6 +14,7 @@ from pydantic import Field, model_validator
 from disttrain_cli.calls import call
 from disttrain_cli.spec.files import Strict, parse_yaml, validate
 from disttrain_cli.spec.forms import Form
+from disttrain_cli.spec.prediction import Prediction
 from disttrain_cli.spec.profile import Fingerprints
 from disttrain_cli.spec.runfile.bounds import MOST_GPUS, MOST_SEQUENCES
 from disttrain_cli.spec.runfile.model import UNIT_NAME, UNIT_NAME_WORDS
@@ -21,8 +22,6 @@ from disttrain_cli.spec.shape import CpCommType, ParallelShape
 from disttrain_cli.spec.whole import keep_before, write_whole
 
 Strategy = Literal["auto", "disaggregated", "megatron"]
-#: Origin of a figure: measured by this project, stated by a catalogue or by others, assumed.
-Basis = Literal["measured", "stated", "assumed"]
 
 
 GpuCount = Annotated[int, Field(ge=1, le=MOST_GPUS)]
@@ -37,76 +36,58 @@ class UnitPlan(Strict):
     tp: GpuCount = 1
     cp: GpuCount = Field(
         1,
-        description=(
-            "Context-parallel size: ranks that shard the tokens of a replica's sequences and the"
-            " rows of its images, all with the same weights; for units without generators."
-        ),
+        description="Context-parallel size: ranks that shard the tokens of a replica's sequences"
+        " and the rows of its images, all with the same weights; for units without generators.",
     )
     cp_comm_type: CpCommType = Field(
         "a2a",
-        description=(
-            "Communication of attention in a CP group: a2a exchanges rows for heads, all_gather"
-            " gathers keys and values for each rank's queries, with tokens balanced by work."
-        ),
+        description="Communication of attention in a CP group: a2a exchanges rows for heads,"
+        " all_gather gathers keys and values for each rank's queries, with tokens balanced by"
+        " work.",
     )
     ep: GpuCount = Field(
         1,
-        description=(
-            "Expert-parallel size: ranks of a stage that hold different experts; it divides tp × cp"
-            " × dp. Experts themselves are not divided."
-        ),
+        description="Expert-parallel size: ranks of a stage that hold different experts; it"
+        " divides tp × cp × dp. Experts themselves are not divided.",
     )
     dp: GpuCount = 1
     pp: GpuCount = 1
     chunks: GpuCount = Field(
         1,
-        description=(
-            "Stages of each rank: above 1 the pipeline has pp × chunks stages, stage s is on the"
-            " s mod pp-th ranks, and the order is interleaved 1F1B. For a plan of one unit."
-        ),
+        description="Stages of each rank: above 1 the pipeline has pp × chunks stages, stage s is"
+        " on the s mod pp-th ranks, and the order is interleaved 1F1B. For a plan of one unit.",
     )
     gpus: GpuCount = Field(description="tp × cp × dp × pp.")
     layers_per_stage: list[int] = Field(
-        description=(
-            "Number of layers of each of the pp × chunks stages; the sum is the number of layers of"
-            " the modules."
-        )
+        description="Number of layers of each of the pp × chunks stages; the sum is the number of"
+        " layers of the modules."
     )
     checkpointing: bool = Field(
         False,
-        description=(
-            "Recompute activations in the backward instead of keeping them from the forward."
-        ),
+        description="Recompute activations in the backward instead of keeping them from the"
+        " forward.",
     )
     weight_delay: list[Annotated[int, Field(strict=True)] | None] | None = Field(
         None,
-        description=(
-            "By stage, delay in slots of the weight gradients after the split backward; null, for"
-            " a stage or for all: no split."
-        ),
+        description="By stage, delay in slots of the weight gradients after the split backward;"
+        " null, for a stage or for all: no split.",
     )
     tp_overlap: bool = Field(
         False,
-        description=(
-            "Communication of a TP group is overlapped chunk by chunk with the GEMMs that consume"
-            " or produce it."
-        ),
+        description="Communication of a TP group is overlapped chunk by chunk with the GEMMs that"
+        " consume or produce it.",
     )
     ep_overlap: bool = Field(
         False,
-        description=(
-            "A rank's rows go to experts in two halves: exchanges of one overlap with the experts'"
-            " GEMMs of the other."
-        ),
+        description="A rank's rows go to experts in two halves: exchanges of one overlap with the"
+        " experts' GEMMs of the other.",
     )
 
     module_tp: dict[str, Annotated[int, Field(strict=True)]] = Field(
         default_factory=dict,
-        description=(
-            "TP of modules that the unit's TP does not divide, by name; 1: every rank of a TP"
-            " group holds the complete module and computes other items of its replica, distributed"
-            " by size. For encoders and generators in the LLM's unit, each on one stage."
-        ),
+        description="TP of modules that the unit's TP does not divide, by name; 1: every rank of a"
+        " TP group holds the complete module and computes other items of its replica, distributed"
+        " by size. For encoders and generators in the LLM's unit, each on one stage.",
     )
 
     @model_validator(mode="after")
@@ -287,10 +268,8 @@ class Layout(Strict):
     )
     overlap: bool = Field(
         False,
-        description=(
-            "Reduce gradients in buckets during the last pass of a step that produces any, and"
-            " gather updated weights ahead of the next step's forwards."
-        ),
+        description="Reduce gradients in buckets during the last pass of a step that produces any,"
+        " and gather updated weights ahead of the next step's forwards.",
     )
     gpus_used: GpuCount
     trained: list[str] | None = Field(
@@ -298,10 +277,8 @@ class Layout(Strict):
     )
     left_out: list[Annotated[int, Field(ge=0, lt=MOST_GPUS)]] = Field(
         default_factory=list,
-        description=(
-            "Devices of the cluster without a rank: node × gpus_per_node + index in the node. The"
-            " ranks use the others in order."
-        ),
+        description="Devices of the cluster without a rank: node × gpus_per_node + index in the"
+        " node. The ranks use the others in order.",
     )
     units: list[UnitPlan] = Field(min_length=1, description="Units in pipeline order.")
 
@@ -356,239 +333,6 @@ class Layout(Strict):
 
 
 #: Components of the peak memory of a stage; "NAME_gib" each.
-PARTS = (
-    "weights",
-    "gradients",
-    "optimizer",
-    "activations",
-    "transient",
-    "messages",
-    "fragmentation",
-    "reserve",
-)
-
-
-class StageMemory(Strict):
-    """Peak memory of a rank of one stage, with its components."""
-
-    unit: str
-    stage: int
-    peak_gib: float
-    limit_gib: float
-    weights_gib: float = 0.0
-    gradients_gib: float = 0.0
-    optimizer_gib: float = 0.0
-    activations_gib: float = Field(
-        0.0, description="Activations of the slots in flight at the peak."
-    )
-    transient_gib: float = Field(
-        0.0, description="Further memory of the layer that runs at the peak."
-    )
-    messages_gib: float = Field(0.0, description="Buffers of sends that have not completed.")
-    fragmentation_gib: float = Field(
-        0.0,
-        description=(
-            "Allocator fragmentation, a share of the three components before it; stated, not"
-            " measured."
-        ),
-    )
-    reserve_gib: float = Field(
-        0.0, description="The device's context, libraries and communicators; stated, not measured."
-    )
-
-    @property
-    def moving_gib(self) -> float:
-        """Memory that grows with the work of a slot."""
-        return (
-            self.activations_gib + self.transient_gib + self.messages_gib + self.fragmentation_gib
-        )
-
-    @property
-    def parts(self) -> dict[str, float]:
-        """Components of the peak, by name."""
-        return {name: getattr(self, f"{name}_gib") for name in PARTS}
-
-
-class StageTime(Strict):
-    """Predicted times of one stage for one slot in ms, mean over slots and replicas."""
-
-    unit: str
-    stage: int
-    forward_ms: float
-    backward_ms: float = Field(description="Without weight gradients if the backward is split.")
-    weights_ms: float = 0.0
-    mfu: float = Field(
-        description="FLOPs of the stage ÷ peak of its devices over the whole iteration."
-    )
-
-
-class UnitTime(Strict):
-    """Predicted times of one unit for one slot, in ms."""
-
-    unit: str
-    forward_ms: float
-    backward_ms: float = Field(description="Without weight gradients if the backward is split.")
-    weights_ms: float = 0.0
-    stage_ms: float = Field(
-        description=(
-            "Forward and complete backward of the slowest rank: the cost of one additional slot."
-        )
-    )
-    sharing: float = Field(
-        1.0,
-        description=(
-            "Expected time in the run ÷ these times: 1 on separate devices; below 1 if ranks share"
-            " cores and do not all compute at once."
-        ),
-    )
-    mfu: float = Field(
-        0.0, description="FLOPs of the unit ÷ peak of its devices over the whole iteration."
-    )
-
-
-class Traffic(Strict):
-    """Messages of one kind in one step."""
-
-    kind: Literal[
-        "between_units",
-        "between_stages",
-        "gradients",
-        "weights",
-        "tensor_parallel",
-        "context_parallel",
-        "expert_parallel",
-    ] = Field(
-        description=(
-            "Kind: activations and their gradients between units or stages; gradient reduction and"
-            " gathering of updated weights over replicas; reductions of a TP group; communication"
-            " of a CP group; rows exchanged by an EP group."
-        )
-    )
-    unit: str
-    to: str | None = Field(None, description="Other unit, for traffic between units.")
-    inside_a_node: bool = Field(description="Links used: inside a node or between nodes.")
-    job_gib: float = Field(description="Total bytes that all ranks send or reduce.")
-    rank_gib: float = Field(description="Bytes over the link of the busiest rank.")
-    rank_s: float = Field(description="Time of these bytes at the bandwidth of the link.")
-
-
-class PreprocessNeed(Strict):
-    """Throughput that CPU nodes must deliver so that training never waits."""
-
-    sequences_per_s: float
-    images_per_s: float = Field(
-        description="Number of decoded images, input images and images to generate."
-    )
-    cores: int
-    hosts: int = Field(
-        description="Number of preprocessing nodes with cluster.cpu_node_cores cores."
-    )
-
-
-class Prediction(Strict):
-    """Predicted performance of a layout: the simulated mean over a few sampled global batches.
-
-    The batches have the data's sizes.
-    """
-
-    layout: str | None = Field(None, description="Fingerprint of the predicted layout.")
-    ordering: Literal["none", "paper", "best"] | None = Field(
-        None, description="Policy that ordered the simulated steps."
-    )
-    iteration_s: float = Field(
-        gt=0,
-        description=(
-            "Step time at the costs of the profile, by which layouts are ranked and compared."
-        ),
-    )
-    balanced_s: float | None = Field(
-        None,
-        description=(
-            "The same step simulated with equally many rows at all experts; `iteration_s` has the"
-            " skew of routing. None without expert parallelism."
-        ),
-    )
-    routing_quantile: float | None = Field(
-        None,
-        description=(
-            "Probability with which the memory of a stage is enough for the fullest rank of an EP"
-            " group; None without expert parallelism."
-        ),
-    )
-    expected_s: float | None = Field(
-        None,
-        description=(
-            "The same step simulated at the expected costs, which include what profiles leave out"
-            " (`doubts`); None if not simulated."
-        ),
-    )
-    range_s: tuple[float, float] | None = Field(
-        None,
-        description=(
-            "Range from the costs of the profile, minus the measured error of the fits, to the"
-            " pessimistic costs."
-        ),
-    )
-    doubts: dict[str, Basis] = Field(
-        default_factory=dict,
-        description=(
-            "Items that expected and pessimistic costs add to the profile, with their basis"
-            " (`templates/doubts.yaml`)."
-        ),
-    )
-    sequences_per_s: float = Field(gt=0, description="Throughput for `iteration_s`.")
-    mfu: float = Field(
-        description=(
-            "MFU for `iteration_s` over all devices, including those that the plan leaves idle."
-            " Model FLOPs as counted by PaLM and torchtitan: forward and backward, full causal"
-            " attention, nothing for recomputation."
-        )
-    )
-    mfu_causal: float | None = Field(
-        None,
-        description=("The same with half of the LLM's attention, as causal kernels compute it."),
-    )
-    mfu_used: float | None = Field(None, description="MFU over the devices that the plan uses.")
-    warmup_s: float
-    steady_s: float
-    bubble_fraction: float
-    memory: list[StageMemory]
-    units: list[UnitTime] = Field(default_factory=list)
-    stages: list[StageTime] = Field(default_factory=list)
-    reduce_s: float = Field(
-        0.0, description="Longest gradient reduction of a stage, without overlap."
-    )
-    optimizer_s: float = Field(
-        0.0,
-        description="Longest optimizer step with gathering of updated weights, without overlap.",
-    )
-    exposed_reduce_s: float | None = Field(
-        None, description="Exposed reduction: the longest part after a stage's last pass."
-    )
-    exposed_optimizer_s: float | None = Field(
-        None,
-        description=(
-            "Exposed optimizer step and gathering: the longest part before a first forward."
-        ),
-    )
-    kernel_mfu: dict[str, float] = Field(
-        default_factory=dict,
-        description=(
-            "MFU by module while a rank computes it, as executed in this plan (with TP messages"
-            " and recomputation)."
-        ),
-    )
-    orchestration_efficiency: float = Field(
-        0.0,
-        description=("MFU ÷ MFU if no device ever waited: ΣFLOPs / Σ(FLOPs / kernel MFU)."),
-    )
-    memory_binds: str | None = Field(
-        None, description="Unit and stage with the highest memory use, as 'unit stage 0'."
-    )
-    traffic: list[Traffic] = Field(default_factory=list)
-    preprocess: PreprocessNeed | None = None
-
-
 class Baseline(Strict):
     """Best layout of another strategy, simulated like the plan."""
 
@@ -610,10 +354,8 @@ class Alternative(Strict):
     iteration_s: float = Field(gt=0)
     gpus_used: int
     slower_pct: float = Field(
-        description=(
-            "Excess of the simulated time over the plan's; below 0 if a strategy's rule made the"
-            " choice, or the cores that ranks share."
-        )
+        description="Excess of the simulated time over the plan's; below 0 if a strategy's rule"
+        " made the choice, or the cores that ranks share."
     )
     plan: Layout | None = Field(None, description="The layout in the format of the plan.")
 
@@ -635,10 +377,8 @@ class Plan(Strict):
     predicted: Prediction
     baselines: dict[str, Baseline | None] = Field(
         default_factory=dict,
-        description=(
-            "Baselines by strategy and, on GPUs, of sharded data parallelism (fsdp). None if no"
-            " such layout fits."
-        ),
+        description="Baselines by strategy and, on GPUs, of sharded data parallelism (fsdp). None"
+        " if no such layout fits.",
     )
     alternatives: list[Alternative] = Field(default_factory=list)
     search: Search

@@ -12,9 +12,7 @@ from disttrain_cli.errors import MismatchError
 from disttrain_cli.spec.files import Strict, parse_json, validate
 from disttrain_cli.spec.heads import Item
 from disttrain_cli.spec.inputs import ModelInputs
-from disttrain_cli.spec.layer_costs import (
-    LayerCost,
-)
+from disttrain_cli.spec.layer_costs import LayerCost
 from disttrain_cli.spec.library_images import LibraryItems
 from disttrain_cli.spec.library_processor import digest_of
 from disttrain_cli.spec.runfile.cluster import ClusterSpec
@@ -47,10 +45,8 @@ class ModuleProfile(Strict):
         description="Largest work of the module in one packed sequence."
     )
     cut_bytes_per_sequence: list[float] = Field(
-        description=(
-            "Bytes per packed sequence sent over the cut after each layer; 0 after the model's"
-            " last."
-        )
+        description="Bytes per packed sequence sent over the cut after each layer; 0 after the"
+        " model's last."
     )
     projector: list[int] = Field(
         default_factory=list, description="Indices of layers that connect the module to the LLM."
@@ -61,19 +57,15 @@ class ModuleProfile(Strict):
     )
     side: list[int] = Field(
         default_factory=list,
-        description=(
-            "Indices of layers whose output no later layer of the module reads (DeepStack's"
-            " mergers)."
-        ),
+        description="Indices of layers whose output no later layer of the module reads"
+        " (DeepStack's mergers).",
     )
 
     tied: list[int] = Field(
         default_factory=list,
         max_length=2,
-        description=(
-            "Indices of a layer whose parameters are all shared, and of its tied-embedding peer"
-            " (an LLM's embedding and head); empty if none are shared."
-        ),
+        description="Indices of a layer whose parameters are all shared, and of its tied-embedding"
+        " peer (an LLM's embedding and head); empty if none are shared.",
     )
 
     @property
@@ -112,9 +104,8 @@ class DeviceProfile(Strict):
     communicator_mib: float = Field(
         0.0,
         ge=0,
-        description=(
-            "Part of it for each NCCL communicator without connections; stated, not measured."
-        ),
+        description="Part of it for each NCCL communicator without connections; stated, not"
+        " measured.",
     )
     channel_sent_mib: float = Field(
         0.0, ge=0, description="Part of it for each NCCL channel to a rank of the same node."
@@ -173,10 +164,8 @@ class LinkTimes(Strict):
     hop_us: float = Field(
         0.0,
         ge=0,
-        description=(
-            "Additional latency of every step of a ring: N-1 steps, twice as many for an"
-            " all-reduce. 0 in a profile; set in expected costs."
-        ),
+        description="Additional latency of every step of a ring: N-1 steps, twice as many for an"
+        " all-reduce. 0 in a profile; set in expected costs.",
     )
 
 
@@ -189,10 +178,8 @@ class LinkProfile(LinkTimes):
 
     inter_node: LinkTimes | None = Field(
         None,
-        description=(
-            "Between nodes: times of one rank while all ranks of its node send; None for a single"
-            " node."
-        ),
+        description="Between nodes: times of one rank while all ranks of its node send; None for a"
+        " single node.",
     )
 
     def of(self, inside_a_node: bool) -> LinkTimes:
@@ -275,10 +262,8 @@ class PhaseProfile(Strict):
     )
     sample: SizeSample | None = Field(
         None,
-        description=(
-            "Sizes of some of its sequences; none if they are in `DataProfile.sample`, or if the"
-            " phase was over when the data were profiled."
-        ),
+        description="Sizes of some of its sequences; none if they are in `DataProfile.sample`, or"
+        " if the phase was over when the data were profiled.",
     )
 
 
@@ -302,16 +287,13 @@ class DataProfile(Strict):
     images: int
     scaled_down: int | None = Field(
         None,
-        description=(
-            "Number of input images with more pixels than data.max_image_pixels; null if sizes"
-            " were drawn."
-        ),
+        description="Number of input images with more pixels than data.max_image_pixels; null if"
+        " sizes were drawn.",
     )
     videos: int = Field(
         0,
-        description=(
-            "Number of videos; every two sampled frames of a video count as one of the images."
-        ),
+        description="Number of videos; every two sampled frames of a video count as one of the"
+        " images.",
     )
     targets: int = Field(description="Number of images to generate.")
     clips: int = Field(0, description="Number of audio clips.")
@@ -319,15 +301,12 @@ class DataProfile(Strict):
     fill_fraction: float = Field(description="Share of tokens that are not padding.")
     images_per_sequence: Distribution
     duplicates: int = Field(
-        0,
-        description="Number of samples that are not used because they duplicate an earlier one.",
+        0, description="Number of samples that are not used because they duplicate an earlier one."
     )
     skipped: int = Field(
         0,
-        description=(
-            "Number of samples that could not be read, including an estimate for damaged,"
-            " truncated, empty and missing shards."
-        ),
+        description="Number of samples that could not be read, including an estimate for damaged,"
+        " truncated, empty and missing shards.",
     )
     skipped_first: list[str] = Field(
         default_factory=list, description="The largest skipped entries, with reasons."
@@ -337,10 +316,8 @@ class DataProfile(Strict):
     )
     unread_files: list[str] = Field(
         default_factory=list,
-        description=(
-            "Files in the folders of data.sources that are not read, such as other splits, with"
-            " reasons; also the validation split used for evaluation."
-        ),
+        description="Files in the folders of data.sources that are not read, such as other splits,"
+        " with reasons; also the validation split used for evaluation.",
     )
     unread: dict[str, int] = Field(
         default_factory=dict,
@@ -348,29 +325,22 @@ class DataProfile(Strict):
     )
     unread_keys: list[dict[str, int]] = Field(
         default_factory=list,
-        description=(
-            "For each source, number of samples by key or column of their records that is ignored."
-        ),
+        description="For each source, number of samples by key or column of their records that is"
+        " ignored.",
     )
     sources: list[str] = Field(
         default_factory=list,
         description="Fingerprint of each source; a run may be resumed with additional sources.",
     )
     phases: list[PhaseProfile] = Field(
-        default_factory=list,
-        description="Mixture of the sources by first step.",
+        default_factory=list, description="Mixture of the sources by first step."
     )
     goes_on_from: int = Field(
         0,
-        description=(
-            "Step of the checkpoint whose run had different phases; 0 if all of them are from the"
-            " run file."
-        ),
+        description="Step of the checkpoint whose run had different phases; 0 if all of them are"
+        " from the run file.",
     )
-    priced_step: int = Field(
-        0,
-        description="First step of the phase that these figures describe.",
-    )
+    priced_step: int = Field(0, description="First step of the phase that these figures describe.")
     losses_to_beat: list[LossToBeat] = Field(
         default_factory=list,
         description="Loss values that successful training must fall below, where known.",
@@ -433,11 +403,9 @@ class Measuring(Strict):
     )
     spent_s: float = Field(description="Seconds spent, reading the data not included.")
     sizes: dict[str, dict[str, tuple[int, int]]] = Field(
-        description=(
-            "By module and TP size, number of work sizes measured and number drawn from the data,"
-            " with trained and frozen weights counted separately; the rest is interpolated. A TP"
-            " size without measurements is not in the profile."
-        )
+        description="By module and TP size, number of work sizes measured and number drawn from"
+        " the data, with trained and frozen weights counted separately; the rest is interpolated."
+        " A TP size without measurements is not in the profile."
     )
 
     @property

@@ -30,7 +30,8 @@ from pydantic import Field
 
 from disttrain_cli.calls import call
 from disttrain_cli.spec.files import Strict, parse_json, validate
-from disttrain_cli.spec.plan import Layout, Prediction
+from disttrain_cli.spec.plan import Layout
+from disttrain_cli.spec.prediction import Prediction
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.runfile.rehearse import FaultSpec
 
@@ -216,9 +217,9 @@ OPEN_SEGMENT = ".arrows"
 def segments_of(folders: Iterable[Path]) -> tuple[list[Path], list[Path]]:
     """Return the completed segments in these folders, and open ones not yet replaced by such."""
     segments = sorted(file for folder in folders for file in folder.glob("segment-*"))
-    whole = [file for file in segments if file.suffix == ".parquet"]
-    replaced = set(whole)
-    return whole, [
+    complete = [file for file in segments if file.suffix == ".parquet"]
+    replaced = set(complete)
+    return complete, [
         file
         for file in segments
         if file.suffix == OPEN_SEGMENT and file.with_suffix(".parquet") not in replaced
@@ -230,10 +231,8 @@ class Rehearsed(Strict):
 
     processes: int
     time_scale: float = Field(
-        description=(
-            "Seconds of the rehearsal per second of the trace, whose times are those of the"
-            " cluster."
-        )
+        description="Seconds of the rehearsal per second of the trace, whose times are those of"
+        " the cluster."
     )
     messages: Literal["scaled", "real"]
     noise: float

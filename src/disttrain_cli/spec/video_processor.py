@@ -71,10 +71,8 @@ class VideoProcessor(Strict):
     most_tokens: int | None = Field(
         None,
         ge=1,
-        description=(
-            "Token budget by which the processor caps the pixels of a frame"
-            " (cap_pixels_per_frame): of all frames (qwen2_vl), or of each (qwen3_vl)."
-        ),
+        description="Token budget by which the processor caps the pixels of a frame"
+        " (cap_pixels_per_frame): of all frames (qwen2_vl), or of each (qwen3_vl).",
     )
     tokens_per_second: float = Field(
         0.0, ge=0, description="qwen2_vl: increment of positions per second."

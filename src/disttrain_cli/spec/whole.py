@@ -25,11 +25,9 @@ def write_whole(path: Path, content: str | bytes) -> Path:
 
 def keep_before(path: Path) -> Path | None:
     """Copy a file that is about to be replaced to NAME.before; return None if there is no file."""
-    return (
-        write_whole(path.with_name(f"{path.name}.before"), path.read_bytes())
-        if is_own_file(path)
-        else None
-    )
+    if is_own_file(path):
+        return write_whole(path.with_name(f"{path.name}.before"), path.read_bytes())
+    return None
 
 
 def is_own_file(path: Path) -> bool:

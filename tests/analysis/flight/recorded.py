@@ -1,7 +1,5 @@
 """Dumps of the flight recorder as torch 2.13 writes them (format 2.10), built by hand."""
 
-from __future__ import annotations
-
 import json
 import pickle
 from collections.abc import Sequence
@@ -55,9 +53,7 @@ def message(sequence: int, operation: str, **more: Any) -> dict[str, Any]:
 
 
 def dump(
-    entries: Sequence[dict[str, Any]],
-    groups: dict[str, tuple[str, Sequence[int]]],
-    first: int = 0,
+    entries: Sequence[dict[str, Any]], groups: dict[str, tuple[str, Sequence[int]]], first: int = 0
 ) -> dict[str, Any]:
     """A rank's dump; `first` is the record that the ring buffer begins with."""
     return {

@@ -1,7 +1,5 @@
 """Dumps are read as plain values, whoever wrote them; nothing in them runs."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import pickle

@@ -1,8 +1,6 @@
 """Who a job that hangs waits for, from its dumps; torch's own analyzer says the same where it says
 anything."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import pickle

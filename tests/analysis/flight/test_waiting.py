@@ -1,8 +1,6 @@
 """Who waits for whom: batches of messages, coalesced collectives, buffers that have dropped
 entries, and ranks without a dump."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -75,11 +73,7 @@ def cases() -> dict[str, tuple[Ranks, str, list[int]]]:
             "other count",
             [3],
         ),
-        "all have joined a batch": (
-            pipeline([4, 4, 4, 4]),
-            "not finished",
-            [0, 1, 2, 3],
-        ),
+        "all have joined a batch": (pipeline([4, 4, 4, 4]), "not finished", [0, 1, 2, 3]),
         "all has ended": (done, "nothing pending", []),
         "a receive of another size": (
             [

@@ -1,7 +1,5 @@
 """`--sql` over own traces: what it may ask, and that its database is prepared once."""
 
-from __future__ import annotations
-
 import resource
 import subprocess
 import sys

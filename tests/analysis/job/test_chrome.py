@@ -1,8 +1,6 @@
 """Own traces as Chrome JSON: every operation, arrows from sends to receives, counters; whole steps,
 bounded."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections import Counter

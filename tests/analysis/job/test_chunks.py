@@ -1,7 +1,5 @@
 """Ranks with several stages: recorded steps are replayed in the order of interleaved 1F1B."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

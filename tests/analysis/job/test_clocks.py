@@ -1,7 +1,5 @@
 """Clocks that are known to be apart, found again from messages alone."""
 
-from __future__ import annotations
-
 import itertools
 
 import pyarrow.parquet as pq

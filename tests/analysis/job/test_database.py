@@ -1,7 +1,5 @@
 """Opening traces: whole, damaged, mixed, oddly named."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

@@ -1,7 +1,5 @@
 """Load of experts: rows by layer, collapsed routers, and slow ranks whose experts are full."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Rows that others write, or that are damaged, are used where they can be, else left out."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Who fed whom, step by step, by what ranks recorded of their messages."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

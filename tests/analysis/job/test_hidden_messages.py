@@ -1,7 +1,5 @@
 """Recorded steps are replayed with the exposed part of messages overlapped with passes."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """What an operation's time is made of: Kineto's files of a run, joined with its rows."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from itertools import product
@@ -16,6 +14,7 @@ from disttrain_cli.analysis.job.database import open_database
 from disttrain_cli.analysis.job.inside import _uncovered, _without_inner, inside, kind_of
 from disttrain_cli.spec.trace import mark, profile_file
 from tests.analysis import synthetic
+from tests.analysis.kineto.traces import span
 
 OPS = [
     ("aten::mm", 0.5),
@@ -39,53 +38,31 @@ def write_profile(
         dur = (row["end_ns"] - row["start_ns"]) / 1e3 / turns
         ts = (row["start_ns"] - base + later_ns) / 1e3 + turn * dur
         events.append(
-            {
-                "ph": "X",
-                "cat": "user_annotation",
-                "pid": 9,
-                "tid": 9,
-                "ts": ts,
-                "dur": dur,
-                "name": mark(row["operation"], 3, row["slot"], row["module"]),
-            }
+            span(
+                mark(row["operation"], 3, row["slot"], row["module"]),
+                ts,
+                dur,
+                cat="user_annotation",
+                pid=9,
+                tid=9,
+            )
         )
-        events.append(
-            {
-                "ph": "X",
-                "cat": "cpu_op",
-                "pid": 9,
-                "tid": 9,
-                "ts": ts,
-                "dur": 0.75 * dur,
-                "name": "aten::linear",
-            }
-        )
+        events.append(span("aten::linear", ts, 0.75 * dur, pid=9, tid=9))
         at = ts
         for name, share in OPS:
             events.append(
-                {
-                    "ph": "X",
-                    "cat": "kernel" if device else "cpu_op",
-                    "pid": 0 if device else 9,
-                    "tid": 7 if device else 9,
-                    "ts": at,
-                    "dur": share * dur,
-                    "name": name,
-                    "args": {"stream": 7, "device": 0} if device else {},
-                }
+                span(
+                    name,
+                    at,
+                    share * dur,
+                    cat="kernel" if device else "cpu_op",
+                    pid=0 if device else 9,
+                    tid=7 if device else 9,
+                    args={"stream": 7, "device": 0} if device else {},
+                )
             )
             at += share * dur
-    events.append(
-        {
-            "ph": "X",
-            "cat": "user_annotation",
-            "pid": 9,
-            "tid": 9,
-            "ts": 1.0,
-            "dur": 1.0,
-            "name": "disttrain load",
-        }
-    )
+    events.append(span("disttrain load", 1.0, 1.0, cat="user_annotation", pid=9, tid=9))
     file = profile_file(traces, rank, "demo")
     file.parent.mkdir(exist_ok=True)
     document = {

@@ -1,8 +1,6 @@
 """Operations beside their predictions: traces that follow the profile, and what was put in against
 it."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

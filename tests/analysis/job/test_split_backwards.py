@@ -1,7 +1,5 @@
 """Backwards in two parts: recorded steps are replayed with the weights' parts in their places."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

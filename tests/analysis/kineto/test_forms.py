@@ -51,18 +51,7 @@ def test_every_form_gives_the_same_figures(tmp_path):
                         },
                     )
                 ]
-                document["traceEvents"].insert(
-                    0,
-                    {
-                        "ph": "X",
-                        "cat": "cpu_op",
-                        "name": "BAD",
-                        "ts": traces.BASE_US,
-                        "pid": 100,
-                        "tid": 100,
-                        "dur": 1,
-                    },
-                )
+                document["traceEvents"].insert(0, traces.span("BAD", traces.BASE_US, 1))
                 path.write_bytes(json.dumps(document).encode().replace(b"BAD", b"\xff\\q\x01"))
         assert same(analyze([tmp_path / form])) == plain, form
 
@@ -260,24 +249,8 @@ def test_numbers_and_names_of_any_size(tmp_path):
         ),
     ]
     found += [
-        {
-            "ph": "X",
-            "cat": "cpu_op",
-            "name": "far",
-            "pid": 1,
-            "tid": 1,
-            "ts": 10**25,
-            "dur": -1e300,
-        },
-        {
-            "ph": "X",
-            "cat": "cpu_op",
-            "name": "much",
-            "pid": 1,
-            "tid": 1,
-            "ts": traces.BASE_US,
-            "dur": 1e300,
-        },
+        traces.span("far", 10**25, -1e300, pid=1, tid=1),
+        traces.span("much", traces.BASE_US, 1e300, pid=1, tid=1),
     ]
     path = traces.write(tmp_path / "rank0.json", traces.document(found))
     found = analyze([path])

@@ -1,7 +1,5 @@
 """What the reader holds in memory."""
 
-from __future__ import annotations
-
 import duckdb
 import pytest
 

@@ -1,8 +1,6 @@
 """Launches, queues, kinds of collectives and the critical path of made traces, whose figures are
 known."""
 
-from __future__ import annotations
-
 import pytest
 
 from disttrain_cli.analysis.analyze import analyze, ask
@@ -12,29 +10,26 @@ AT = traces.BASE_US
 
 
 def call(name, start, duration, correlation=-1, thread=100):
-    return {
-        "ph": "X",
-        "cat": "cuda_runtime",
-        "name": name,
-        "pid": 100,
-        "tid": thread,
-        "ts": AT + start,
-        "dur": duration,
-        "args": {"correlation": correlation},
-    }
+    return traces.span(
+        name,
+        AT + start,
+        duration,
+        cat="cuda_runtime",
+        tid=thread,
+        args={"correlation": correlation},
+    )
 
 
 def kernel(name, start, duration, correlation, stream=7, **args):
-    return {
-        "ph": "X",
-        "cat": "kernel",
-        "name": name,
-        "pid": 0,
-        "tid": stream,
-        "ts": AT + start,
-        "dur": duration,
-        "args": {"device": 0, "stream": stream, "correlation": correlation, **args},
-    }
+    return traces.span(
+        name,
+        AT + start,
+        duration,
+        cat="kernel",
+        pid=0,
+        tid=stream,
+        args={"device": 0, "stream": stream, "correlation": correlation, **args},
+    )
 
 
 def launched(name, asked, start, duration, correlation, took=4):
@@ -184,16 +179,14 @@ def test_bandwidth_is_of_the_bytes_that_arguments_tell(tmp_path):
 
 def test_traces_of_a_cpu_have_operators_and_no_launches(tmp_path):
     found = [
-        {
-            "ph": "X",
-            "cat": "cpu_op",
-            "name": "aten::mm",
-            "pid": 1,
-            "tid": 1,
-            "ts": AT + at,
-            "dur": 10,
-            "args": {"Input Dims": [[2, 3], [3, 5]], "Input type": ["float", "float"]},
-        }
+        traces.span(
+            "aten::mm",
+            AT + at,
+            10,
+            pid=1,
+            tid=1,
+            args={"Input Dims": [[2, 3], [3, 5]], "Input type": ["float", "float"]},
+        )
         for at in (0, 20)
     ]
     analysis = analyze([traces.write(tmp_path / "rank0.json", traces.document(found))])

@@ -219,15 +219,7 @@ def test_a_trace_without_kernels_is_of_operators(tmp_path):
     found = [
         {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "pid": 1, "tid": 1, "ts": 0, "dur": 60},
         {"ph": "X", "cat": "cpu_op", "name": "aten::mul", "pid": 1, "tid": 1, "ts": 10, "dur": 10},
-        {
-            "ph": "X",
-            "cat": "user_annotation",
-            "name": "gloo:all_reduce",
-            "pid": 1,
-            "tid": 2,
-            "ts": 80,
-            "dur": 20,
-        },
+        traces.span("gloo:all_reduce", 80, 20, cat="user_annotation", pid=1, tid=2),
     ]
     analysis = analyze([traces.write(tmp_path / "rank0.json", traces.document(found))])
     row = analysis.ranks[0]
@@ -244,17 +236,7 @@ def test_a_device_is_not_idle_while_it_runs_kernels_of_a_step_that_is_left_out(t
     found = []
     for step in range(3):
         begins = at + 35_000 * step
-        found.append(
-            {
-                "ph": "X",
-                "cat": "user_annotation",
-                "name": f"ProfilerStep#{step}",
-                "pid": 100,
-                "tid": 100,
-                "ts": begins,
-                "dur": 35_000,
-            }
-        )
+        found.append(traces.span(f"ProfilerStep#{step}", begins, 35_000, cat="user_annotation"))
         for place in range(2):
             launch, kernel = traces.kernel(
                 traces.GEMM, begins + late + 17_500 * place, 17_400, 10 * step + place

@@ -75,15 +75,7 @@ def pipeline(folder, slow=(), named=True, ranks=range(STAGES)):
         began = traces.BASE_US + step * (length + 20)
         for rank in range(STAGES):
             events[rank].append(
-                {
-                    "ph": "X",
-                    "cat": "user_annotation",
-                    "name": f"ProfilerStep#{step}",
-                    "pid": 100,
-                    "tid": 100,
-                    "ts": began,
-                    "dur": length + 20,
-                }
+                traces.span(f"ProfilerStep#{step}", began, length + 20, cat="user_annotation")
             )
         for number, (rank, start, until) in enumerate(passes):
             events[rank] += traces.kernel(

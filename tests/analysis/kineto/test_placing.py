@@ -103,15 +103,9 @@ def test_moments_keep_their_distances_to_the_nanosecond(tmp_path_factory, known)
 
 def test_no_nanosecond_is_lost_on_the_way_to_one_clock(tmp_path):
     for rank, base_ns in enumerate((1_700_000_000_000_000_123, 1_600_000_000_000_000_120)):
-        event = {
-            "ph": "X",
-            "cat": "kernel",
-            "name": "k",
-            "pid": 0,
-            "tid": 7,
-            "ts": 100_000_000_000_000.5 * (rank == 1),
-            "dur": 0.25,
-        }
+        event = traces.span(
+            "k", 100_000_000_000_000.5 * (rank == 1), 0.25, cat="kernel", pid=0, tid=7
+        )
         traces.write(
             tmp_path / f"rank{rank}.json", {"baseTimeNanoseconds": base_ns, "traceEvents": [event]}
         )
@@ -204,15 +198,7 @@ def test_what_names_no_rank_in_a_merged_file_is_counted(tmp_path, apart):
         for event in events:
             event["pid"] = f"rank{rank}_{event['pid']}"
     other = traces.kernel("lost", traces.BASE_US, 5, 9)
-    span = {
-        "ph": "X",
-        "cat": "Trace",
-        "name": "PyTorch Profiler (0)",
-        "pid": "Spans",
-        "tid": 1,
-        "ts": 0,
-        "dur": 9,
-    }
+    span = traces.span("PyTorch Profiler (0)", 0, 9, cat="Trace", pid="Spans", tid=1)
     found = analyze([merged(tmp_path / "all.json", [*ranks, other, [span]])])
     assert same(found) == apart
     assert any(
@@ -476,11 +462,7 @@ def test_processes_that_launch_on_devices_of_their_own_are_ranks(
         [path],
         "SELECT rank, list_sort(list(DISTINCT process)) FROM events GROUP BY rank ORDER BY rank",
     ).rows
-    assert launched == [
-        (5, ["102", "5"]),
-        (6, ["101", "6"]),
-        (7, ["100", "7"]),
-    ]
+    assert launched == [(5, ["102", "5"]), (6, ["101", "6"]), (7, ["100", "7"])]
 
 
 @pytest.mark.slow

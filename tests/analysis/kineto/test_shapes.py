@@ -1,7 +1,5 @@
 """FLOPs counted from recorded shapes are those that torch counts while it runs."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -71,10 +69,8 @@ def test_a_profile_of_torch_counts_what_torch_counts(tmp_path):
     from torch.profiler import ProfilerActivity, profile
     from torch.utils.flop_counter import FlopCounterMode
 
-    image, weight = (
-        torch.randn(2, 4, 9, 11, requires_grad=True),
-        torch.randn(6, 4, 3, 3, requires_grad=True),
-    )
+    image = torch.randn(2, 4, 9, 11, requires_grad=True)
+    weight = torch.randn(6, 4, 3, 3, requires_grad=True)
     query = torch.randn(2, 3, 32, 16, requires_grad=True)
     matrix = torch.randn(12, 20, requires_grad=True)
 
@@ -123,16 +119,7 @@ def test_kernels_are_of_the_operator_that_launched_them_under_the_roof_of_their_
     }
 
     def operator(name, start, duration, **args):
-        return {
-            "ph": "X",
-            "cat": "cpu_op",
-            "name": name,
-            "pid": 100,
-            "tid": 100,
-            "ts": start,
-            "dur": duration,
-            "args": args,
-        }
+        return traces.span(name, start, duration, args=args)
 
     found = [
         operator("aten::matmul", at, 100),

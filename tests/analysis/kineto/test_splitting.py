@@ -46,13 +46,7 @@ def told(events):
 @given(EVENTS, HEADERS, st.integers(1, 300), INDENTS, st.booleans(), st.booleans())
 def test_every_event_is_read_once_and_in_order(events, before, size, indent, bare, escaped):
     document = (
-        events
-        if bare
-        else {
-            **before,
-            "traceEvents": events,
-            "behind": [{"ph": "X"}, {"ph": "X"}],
-        }
+        events if bare else {**before, "traceEvents": events, "behind": [{"ph": "X"}, {"ph": "X"}]}
     )
     text = json.dumps(document, indent=indent, ensure_ascii=escaped).encode()
     seen, found = read(text, size)

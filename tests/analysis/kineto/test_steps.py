@@ -84,11 +84,7 @@ def test_what_a_step_waits_for_before_its_first_kernel_is_lost_however_many_are_
                 "for data",
             ),
             (("user_annotation", "gloo:barrier"), "communication", "Hosts wait for one another"),
-            (
-                ("cuda_runtime", "cudaStreamSynchronize"),
-                "unknown",
-                "for no recorded reason",
-            ),
+            (("cuda_runtime", "cudaStreamSynchronize"), "unknown", "for no recorded reason"),
             (None, "unknown", "in one long gap of a step, 30.1 ms before ampere_sgemm"),
         ],
         2,
@@ -132,10 +128,7 @@ def test_communication_beside_the_next_step_is_hidden_in_the_last_one_too(tmp_pa
 @pytest.mark.parametrize(
     ("tail_of", "said"),
     [
-        (
-            SAVE,
-            "One step of 10, step 5, has a pause of 400 ms while the host runs save; the",
-        ),
+        (SAVE, "One step of 10, step 5, has a pause of 400 ms while the host runs save; the"),
         (None, "while the host runs nothing that was recorded"),
     ],
 )

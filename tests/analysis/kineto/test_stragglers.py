@@ -83,15 +83,12 @@ def job(folder, kinds, slow, ranks=8, named=True, ahead=None, move=MOVE_US):
                 ):
                     event["ts"] = traces.BASE_US + begins + event["args"]["correlation"] / 1e3
             found.append(
-                {
-                    "ph": "X",
-                    "cat": "user_annotation",
-                    "name": f"ProfilerStep#{step}",
-                    "pid": 100,
-                    "tid": 100,
-                    "ts": traces.BASE_US + begins,
-                    "dur": ends - begins,
-                }
+                traces.span(
+                    f"ProfilerStep#{step}",
+                    traces.BASE_US + begins,
+                    ends - begins,
+                    cat="user_annotation",
+                )
             )
         for event in found:
             event["ts"] += (ahead or {}).get(rank, 0.0)
@@ -301,15 +298,12 @@ def test_ranks_whose_compute_goes_on_beside_collectives(tmp_path):
                 free[rank] = ends
         for rank in range(ranks):
             files[rank].append(
-                {
-                    "ph": "X",
-                    "cat": "user_annotation",
-                    "name": f"ProfilerStep#{step}",
-                    "pid": 100,
-                    "tid": 100,
-                    "ts": traces.BASE_US + begins,
-                    "dur": ends - begins,
-                }
+                traces.span(
+                    f"ProfilerStep#{step}",
+                    traces.BASE_US + begins,
+                    ends - begins,
+                    cat="user_annotation",
+                )
             )
         begins = ends
     for rank, found in enumerate(files):
@@ -324,33 +318,11 @@ def test_a_straggler_among_cpus_is_named_though_nothing_is_a_device(tmp_path):
         for step in range(STEPS):
             at, takes = 10_000 * step, 8000 if rank == 1 else 5000
             found += [
-                {
-                    "ph": "X",
-                    "cat": "user_annotation",
-                    "name": f"ProfilerStep#{step}",
-                    "pid": 1,
-                    "tid": 1,
-                    "ts": at,
-                    "dur": 9900,
-                },
-                {
-                    "ph": "X",
-                    "cat": "cpu_op",
-                    "name": "aten::addmm",
-                    "pid": 1,
-                    "tid": 1,
-                    "ts": at,
-                    "dur": takes,
-                },
-                {
-                    "ph": "X",
-                    "cat": "user_annotation",
-                    "name": "gloo:all_reduce",
-                    "pid": 1,
-                    "tid": 2,
-                    "ts": at + takes,
-                    "dur": 8500 - takes,
-                },
+                traces.span(f"ProfilerStep#{step}", at, 9900, cat="user_annotation", pid=1, tid=1),
+                traces.span("aten::addmm", at, takes, pid=1, tid=1),
+                traces.span(
+                    "gloo:all_reduce", at + takes, 8500 - takes, cat="user_annotation", pid=1, tid=2
+                ),
             ]
         traces.write(tmp_path / f"rank{rank}.json", traces.document(found, rank, 3))
     found = analyze([tmp_path])

@@ -112,15 +112,12 @@ def test_a_device_that_waits_for_the_data_loader(tmp_path):
     for rank, path in enumerate(traces.job(tmp_path, jittered(base=900), compute=[400] * RANKS)):
         steps = traces.events([900] * STEPS, compute=400)
         loads = [
-            {
-                "ph": "X",
-                "cat": "user_annotation",
-                "pid": 100,
-                "tid": 100,
-                "dur": 430,
-                "name": "enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__",
-                "ts": traces.BASE_US + step * traces.STEP_US + 430,
-            }
+            traces.span(
+                "enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__",
+                traces.BASE_US + step * traces.STEP_US + 430,
+                430,
+                cat="user_annotation",
+            )
             for step in range(STEPS)
         ]
         traces.write(path, traces.document(steps + loads, rank, RANKS))

@@ -12,29 +12,27 @@ ALL_REDUCE = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevComm*, unsigned lon
 GEMM = "ampere_sgemm_128x64_tn"
 
 
+def span(name, start, duration, cat="cpu_op", pid=100, tid=100, **more):
+    """A complete event."""
+    event = {"ph": "X", "cat": cat, "name": name, "pid": pid, "tid": tid}
+    return event | {"ts": start, "dur": duration, **more}
+
+
 def kernel(name, start, duration, correlation, stream=7, cat="kernel", **args):
     """A kernel and the call that launched it 5 µs earlier."""
     return [
-        {
-            "ph": "X",
-            "cat": "cuda_runtime",
-            "name": "cudaLaunchKernel",
-            "pid": 100,
-            "tid": 100,
-            "ts": start - 5,
-            "dur": 3,
-            "args": {"correlation": correlation},
-        },
-        {
-            "ph": "X",
-            "cat": cat,
-            "name": name,
-            "pid": 0,
-            "tid": stream,
-            "ts": start,
-            "dur": duration,
-            "args": {"device": 0, "stream": stream, "correlation": correlation, **args},
-        },
+        span(
+            "cudaLaunchKernel", start - 5, 3, cat="cuda_runtime", args={"correlation": correlation}
+        ),
+        span(
+            name,
+            start,
+            duration,
+            cat=cat,
+            pid=0,
+            tid=stream,
+            args={"device": 0, "stream": stream, "correlation": correlation, **args},
+        ),
     ]
 
 
@@ -49,28 +47,8 @@ def events(arrivals, compute=300, moves=20, base=BASE_US, last=None, marked=True
         at = base + step * STEP_US
         end = at + (arrival if last is None else last[step]) + moves
         if marked:
-            found.append(
-                {
-                    "ph": "X",
-                    "cat": "user_annotation",
-                    "name": f"ProfilerStep#{step}",
-                    "pid": 100,
-                    "tid": 100,
-                    "ts": at,
-                    "dur": STEP_US,
-                }
-            )
-        found.append(
-            {
-                "ph": "X",
-                "cat": "cpu_op",
-                "name": "aten::mm",
-                "pid": 100,
-                "tid": 100,
-                "ts": at + 1,
-                "dur": 10,
-            }
-        )
+            found.append(span(f"ProfilerStep#{step}", at, STEP_US, cat="user_annotation"))
+        found.append(span("aten::mm", at + 1, 10))
         found += kernel(GEMM, at + 10, compute, 1000 + 2 * step)
         found += kernel(ALL_REDUCE, at + arrival, end - at - arrival, 1001 + 2 * step, stream=20)
     return found

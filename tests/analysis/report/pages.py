@@ -1,7 +1,5 @@
 """Pages for the tests: of a made-up run, with images, and a browser to open them in."""
 
-from __future__ import annotations
-
 import shutil
 import struct
 import zlib

@@ -1,8 +1,6 @@
 """The report page in a headless browser: alive, zooming, usable by keyboard, printable, and talking
 to nobody."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

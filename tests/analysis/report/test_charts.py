@@ -1,7 +1,5 @@
 """Charts as SVG text: thinned, escaped, with figures that can be read."""
 
-from __future__ import annotations
-
 import itertools
 import re
 
@@ -16,7 +14,7 @@ from disttrain_cli.analysis.report.charts import (
     waterfall,
 )
 from disttrain_cli.analysis.report.heat import MOST_REPLICAS, heat_maps
-from disttrain_cli.analysis.report.words import figure, prose, seconds
+from disttrain_cli.analysis.report.words import card, figure, prose, seconds
 
 
 def test_charts_thin_and_survive_odd_input():
@@ -121,6 +119,15 @@ def test_heatmaps_show_the_replicas_furthest_from_the_mean():
 )
 def test_figures(value, text):
     assert figure(value) == text
+
+
+def test_a_card_folds_the_rows_after_the_first():
+    columns = [("Name", lambda row: row), ("Length", lambda row: str(len(row)))]
+    shown, folded = card("Words", "", ["a", "bb", "ccc"], columns, shown=1).split("<details>")
+    assert '<th scope="row">a</th><td>1</td>' in shown and shown.count("<tr>") == 2
+    assert "2 more" in folded and folded.count("<tr>") == 3
+    assert "<details>" not in card("Words", "", ["a"], columns, shown=1)
+    assert card("Words", "", [], columns) == ""
 
 
 def test_durations_and_prose():

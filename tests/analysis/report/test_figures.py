@@ -1,8 +1,6 @@
 """One figure, one meaning: what the page says in two places is the same, and nothing is 0 that was
 not measured."""
 
-from __future__ import annotations
-
 import json
 import re
 from html import unescape
@@ -179,6 +177,7 @@ def test_what_kineto_cannot_tell_is_no_zero(tmp_path):
     for name in ("uneven data over slots", "uneven stages", "waiting for data"):
         assert f">{name}<" not in losses and name in losses  # said to be unknown, not drawn
     assert "Waiting for data" not in part(text, "shares")
+    assert not re.search("Unit · stage|Last to arrive", part(text, "ranks"))
     assert (
         "FLOPs by operator: no shapes were recorded" in text
         and "Hosts: these traces do not name them" in text

@@ -1,7 +1,5 @@
 """The report page as a file: self-contained, safe with any string, of any format, small."""
 
-from __future__ import annotations
-
 import json
 import re
 

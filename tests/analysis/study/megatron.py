@@ -6,8 +6,6 @@ interleaved: receives are posted ahead, recorders write transfers that move noth
 the model and lack the very first receive, parameters are gathered by part.
 """
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Operation-level traces: the published answers, causes that were put in, and what bad input is
 told."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -85,10 +83,7 @@ def test_the_published_trace_has_a_slow_stage(published):
     even = f"{even_s:.3g} s ({100 * even_s / found.job.iteration_s:.0f} %)"  # as in the table
     assert even in found.verdict.headline and even in found.verdict.advice
     assert rows["saved by equally long stages"] == pytest.approx(even_s)
-    assert set(re.findall(r"[0-9]+ %", found.verdict.headline)) == {
-        "24 %",
-        "13 %",
-    }
+    assert set(re.findall(r"[0-9]+ %", found.verdict.headline)) == {"24 %", "13 %"}
     query = found.verdict.next_command.split('"')[1]
     assert len(ask([published[0]], query).rows) == 8
 
@@ -179,10 +174,8 @@ def test_steps_that_do_not_match_are_left_out(tmp_path, rows):
 
 
 def test_two_jobs_and_damaged_files_are_told_apart(tmp_path, rows):
-    good, other = (
-        megatron.write(tmp_path / "a.parquet", rows),
-        megatron.write(tmp_path / "b.parquet", rows),
-    )
+    good = megatron.write(tmp_path / "a.parquet", rows)
+    other = megatron.write(tmp_path / "b.parquet", rows)
     half = tmp_path / "c'; DROP.parquet"
     half.write_bytes(good.read_bytes()[:500])
     found = analyze_study([good, other, half])

@@ -1,7 +1,5 @@
 """Ranks whose clocks are apart: seen by messages that arrive too early, put right, and told."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

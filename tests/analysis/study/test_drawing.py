@@ -1,7 +1,5 @@
 """What the report shows of an operation-level trace."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

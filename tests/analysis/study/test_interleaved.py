@@ -1,7 +1,5 @@
 """Interleaved stages: what a made-up job would take in truth, its own event loop says."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -51,10 +49,8 @@ def test_replays_of_interleaved_stages_are_the_truth(tmp_path, shape):
 
 
 def test_the_ideal_of_interleaved_stages_is_the_even_job(tmp_path):
-    uneven, even = (
-        made(tmp_path, slow_stage={2: 1.9, 0: 0.1}),
-        made(tmp_path, slow_stage=dict.fromkeys(range(3), 1.0)),
-    )
+    uneven = made(tmp_path, slow_stage={2: 1.9, 0: 0.1})
+    even = made(tmp_path, slow_stage=dict.fromkeys(range(3), 1.0))
     passes = np.isin(uneven.optype, (FORWARD, BACKWARD))
     # transfers that move nothing take no time
     ideal = np.where(passes[:, None], ideal_of(uneven), uneven.taken)

@@ -1,7 +1,5 @@
 """Looks at traces that grow: a fault that begins is named soon, and told once."""
 
-from __future__ import annotations
-
 import fcntl
 from itertools import pairwise
 from types import SimpleNamespace

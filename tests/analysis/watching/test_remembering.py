@@ -1,7 +1,5 @@
 """Other layouts are looked for where steps have changed, and not where they have not."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """What grows is read once, whatever becomes of its segments, and only the last steps are held."""
 
-from __future__ import annotations
-
 import shutil
 
 import pyarrow.parquet as pq

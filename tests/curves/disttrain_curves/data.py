@@ -1,7 +1,5 @@
 """How curves get from files to arrays, without torch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar, Literal

@@ -1,7 +1,5 @@
 """An encoder of curves: patches, n blocks of an MLP each, and a projector into the LLM's width."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

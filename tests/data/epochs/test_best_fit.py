@@ -1,8 +1,6 @@
 """Packing is best fit decreasing over all samples of a block, sample for sample, as a plain
 implementation has it."""
 
-from __future__ import annotations
-
 from bisect import bisect_left, insort
 from collections import Counter
 

@@ -1,8 +1,6 @@
 """An order is made once for all processes, found again, and made anew where what is there cannot be
 used; the stream is the same all the while."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal
@@ -221,9 +219,7 @@ print(SequenceStream(Mixture(made(Path(sys.argv[1])), 3)).batch(0, 20).samples.t
 
 def start(folder: Path, sleeps_s: float) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", MAKER, str(folder), str(sleeps_s)],
-        stdout=subprocess.PIPE,
-        text=True,
+        [sys.executable, "-c", MAKER, str(folder), str(sleeps_s)], stdout=subprocess.PIPE, text=True
     )
 
 
@@ -306,11 +302,7 @@ def test_a_start_leaves_what_it_needs_and_the_rest_is_made_again(folder: Path) -
     with alone(folder_of(busy._mixture, 0) / "lock", "an order", silent):
         now.remove_unneeded(second.first, [beside])
     needed = [folder_of(now._mixture, 0), folder_of(now._mixture, 1)]
-    assert set(folder.iterdir()) == {
-        *needed,
-        folder_of(beside, 0),
-        folder_of(busy._mixture, 0),
-    }
+    assert set(folder.iterdir()) == {*needed, folder_of(beside, 0), folder_of(busy._mixture, 0)}
     (left,) = needed[0].glob("epoch-*")
     assert left.name == making.NAME.format(now.epoch_of(second.first - 1)[1])
     shutil.rmtree(needed[1])

@@ -1,8 +1,6 @@
 """Permutations hold everything once, whichever part is computed, and are what the definition
 says."""
 
-from __future__ import annotations
-
 from collections import Counter
 from itertools import permutations
 from math import isqrt

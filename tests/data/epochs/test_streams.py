@@ -1,8 +1,6 @@
 """The third order is as docs/data.md defines it, sample for sample; no sample of a source is left
 out or drawn twice, whatever the phases are."""
 
-from __future__ import annotations
-
 import math
 import tempfile
 from collections import Counter
@@ -167,10 +165,7 @@ def test_no_sample_is_left_out_or_doubled(case: Case, used: int) -> None:
     mixture = case.mixture()
     mixture = replace(
         mixture,
-        phases=(
-            *(phase for phase in mixture.phases if phase.first < used),
-            Phase(used, [1.0]),
-        ),
+        phases=(*(phase for phase in mixture.phases if phase.first < used), Phase(used, [1.0])),
     )
     with case.sized():
         stream = SequenceStream(mixture)

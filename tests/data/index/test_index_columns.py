@@ -1,8 +1,6 @@
 """The columns of an index say what its Parquet file does and what follows from it; they are made
 once, and again where anything changed."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable

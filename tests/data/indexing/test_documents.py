@@ -1,7 +1,5 @@
 """Documents longer than a sequence are trained in pieces, whole and once, by any tokenizer."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 """Shards read by processes and hosts give the index that one process gives; what ends on the way
 is named, and what was read is kept."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Samples that damaged, cut, empty and missing shards lose count by how many the shards held."""
 
-from __future__ import annotations
-
 import json
 import os
 import struct

@@ -1,8 +1,6 @@
 """Every policy keeps the set of a step's samples, gives each item out once, and levels as
 promised."""
 
-from __future__ import annotations
-
 from itertools import permutations
 
 import numpy as np

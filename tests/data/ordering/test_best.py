@@ -1,8 +1,6 @@
 """The policy `best`: nothing lost, never slower than the others in the simulator, the same in every
 process."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import subprocess

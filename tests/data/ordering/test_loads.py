@@ -1,7 +1,5 @@
 """The planner simulates the very loads that training's slots hold."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

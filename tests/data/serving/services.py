@@ -1,7 +1,5 @@
 """Workers in the test's own process, certificates, and what to compare."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Beyond loopback nothing goes without TLS and a token."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

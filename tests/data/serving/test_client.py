@@ -1,7 +1,5 @@
 """Pulling from workers: the same bytes whoever serves, through losses, refusals and waiting."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from pathlib import Path

@@ -1,8 +1,6 @@
 """A slot survives the journey bit by bit, in pieces too; what is cut short or no request is
 noticed."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any, NamedTuple

@@ -1,8 +1,6 @@
 """The same few samples in every form of dataset: where they lie, and what a reader must find
 there."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Conversations about one picture in every form, of which parts may state more than its name."""
 
-from __future__ import annotations
-
 import base64
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Which files of a source are its shards, in which order; what is none is named or refused."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

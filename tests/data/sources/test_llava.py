@@ -1,8 +1,6 @@
 """Conversations: what cannot be used is named, images stay inside their folder, lists are read in
 pieces."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -245,19 +243,6 @@ def test_what_the_system_says_stands_first_and_is_not_trained() -> None:
     ]
 
 
-def test_answers_of_weight_0_are_not_trained() -> None:
-    record = {
-        "messages": [
-            {"role": "user", "content": "a"},
-            {"role": "assistant", "content": "b", "weight": 0},
-            {"role": "user", "content": "c"},
-            {"role": "assistant", "content": "d", "weight": 1},
-        ]
-    }
-    trained = [part.trained for part in conversation(record) if part.kind == TEXT]
-    assert trained == [False, False, False, True]
-
-
 SAME = [
     turns("<image>hi", "hello", "more", "end", image="a.jpg", system="Be brief."),
     {
@@ -277,10 +262,7 @@ SAME = [
         "conversations": None,
         "messages": [
             {"role": "system", "content": [{"type": "text", "text": "Be brief."}]},
-            {
-                "role": "user",
-                "content": [{"type": "image", "path": "a.jpg"}, {"text": "hi"}],
-            },
+            {"role": "user", "content": [{"type": "image", "path": "a.jpg"}, {"text": "hi"}]},
             {"role": "assistant", "content": "hello"},
             {"role": "user", "content": ["more"]},
             {

@@ -1,8 +1,6 @@
 """Sizes that content parts state of their images, by qwen-vl-utils' keys, in every form of
 conversations."""
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Keys that change what a record means are read, or their record is left out by name, whatever form
 of dataset it comes in."""
 
-from __future__ import annotations
-
 import base64
 import json
 from collections.abc import Callable
@@ -263,12 +261,7 @@ ELSEWHERE = [
 @pytest.mark.parametrize(("keys", "reason"), ELSEWHERE)
 @pytest.mark.parametrize(
     "said",
-    [
-        {"text": "a"},
-        turns("a", "b"),
-        turns("<video>a", "b"),
-        {"text": json.dumps(turns("a", "b"))},
-    ],
+    [{"text": "a"}, turns("a", "b"), turns("<video>a", "b"), {"text": json.dumps(turns("a", "b"))}],
 )
 def test_files_under_other_keys_are_refused_by_name(
     tmp_path: Path, form: str, keys: dict[str, Any], said: dict[str, Any], reason: str
@@ -381,10 +374,7 @@ RAW = base64.encodebytes(PICTURES[0]).decode()
         {"type": "image", "image": RAW},
         {"type": "image", "base64": RAW},
         {"type": "image", "base64": URI},
-        {
-            "type": "image",
-            "source": {"type": "base64", "media_type": "image/jpeg", "data": RAW},
-        },
+        {"type": "image", "source": {"type": "base64", "media_type": "image/jpeg", "data": RAW}},
         {"type": "image", "source": {"type": "url", "url": "0.jpg"}},
         {"type": "image", "image": {"path": "0.jpg", "bytes": None}},
         {"image": "0.jpg"},

@@ -1,20 +1,11 @@
 """Sound files in tars and tables: read with their texts, and named where they cannot be used."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
 
-from disttrain_cli.data.sources import (
-    Location,
-    RowGroups,
-    Sample,
-    Shard,
-    Skipped,
-    open_shard,
-)
+from disttrain_cli.data.sources import Location, RowGroups, Sample, Shard, Skipped, open_shard
 from disttrain_cli.data.sources.chats import conversation, file_names
 from disttrain_cli.data.sources.columns import find_columns
 from disttrain_cli.spec.index import AUDIO, IMAGE, TEXT

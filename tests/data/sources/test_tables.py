@@ -1,7 +1,5 @@
 """Parquet and Arrow: columns are found or asked for, damage is named, the rest is read."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -55,11 +53,7 @@ def schema(text: str = "", image: str = "", other: str = "") -> pa.Schema:
             "img",
             ("txt",),
         ),
-        (
-            pa.schema([("text", pa.binary()), ("image", pa.binary())]),
-            "image",
-            ("text",),
-        ),
+        (pa.schema([("text", pa.binary()), ("image", pa.binary())]), "image", ("text",)),
     ],
 )
 def test_columns_by_type_and_usual_name(
@@ -241,21 +235,23 @@ def test_texts_beside_a_sound_that_is_null(tmp_path: Path, name: str) -> None:
     assert skipped == ({} if name == "text" else {"row 0": "the clip is missing"})
 
 
-@pytest.mark.parametrize("name", ["text", "dialog"])
-def test_texts_alone_that_are_no_utf8(tmp_path: Path, name: str) -> None:
-    texts = pa.array([b'["fine"]', b'["\xff"]'], pa.binary()).view(pa.string())
-    path = write_arrow(tmp_path / "a.arrow", pa.table({name: texts}))
-    found = list(read_one_by_one(Shard("arrow", str(path), path.name, text=name), path.name))
+@pytest.mark.parametrize(
+    ("name", "column", "beside", "fine"),
+    [
+        ("text", "", {"jpg": PICTURES[:2]}, b"fine"),
+        ("text", "text", {}, b'["fine"]'),
+        ("dialog", "dialog", {}, b'["fine"]'),
+        ("messages", "", {}, b'[{"role": "assistant", "content": "A."}]'),
+    ],
+)
+def test_texts_that_are_no_utf8(
+    tmp_path: Path, name: str, column: str, beside: dict[str, Any], fine: bytes
+) -> None:
+    texts = pa.array([fine, b'["\xff"]'], pa.binary()).view(pa.string())
+    path = write_arrow(tmp_path / "a.arrow", pa.table({name: texts, **beside}))
+    found = list(read_one_by_one(Shard("arrow", str(path), path.name, text=column), path.name))
     assert [one.key for one in found] == ["row 0", "row 1"]
     assert isinstance(found[1], Skipped) and found[1].reason == "text is not UTF-8"
-
-
-def test_texts_that_are_no_utf8(tmp_path: Path) -> None:
-    texts = pa.array([b"fine", b"\xff\xfe"], pa.binary()).view(pa.string())
-    samples, skipped = read(
-        write_arrow(tmp_path / "a.arrow", pa.table({"jpg": PICTURES[:2], "text": texts}))
-    )
-    assert list(samples) == ["row 0"] and skipped == {"row 1": "text is not UTF-8"}
 
 
 def test_documents_of_few_values_and_empty_ones(tmp_path: Path) -> None:
@@ -321,15 +317,6 @@ def test_images_of_lists_with_a_path_alone(tmp_path: Path) -> None:
     samples, skipped = read(write_parquet(tmp_path / "a.parquet", table))
     assert [one.kind for one in samples["row 1"].segments] == [TEXT, IMAGE]
     assert skipped == {"row 0": "`images[0]` has a path and no bytes"}
-
-
-def test_images_with_a_path_alone(tmp_path: Path) -> None:
-    """Hugging Face's Image feature before it is embedded."""
-    rows = [{"bytes": None, "path": "/elsewhere/a.jpg"}, {"bytes": PICTURES[0], "path": None}]
-    samples, skipped = read(
-        write_parquet(tmp_path / "a.parquet", pa.table({"image": rows, "text": ["a", "b"]}))
-    )
-    assert list(samples) == ["row 1"] and skipped["row 0"] == "the image is missing"
 
 
 def damaged(path: Path, places: Iterable[int]) -> Path:

@@ -1,7 +1,5 @@
 """Both forms of tars are read; what is broken is skipped and named, and nothing else is lost."""
 
-from __future__ import annotations
-
 import json
 import os
 import tarfile

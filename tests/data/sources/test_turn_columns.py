@@ -1,8 +1,6 @@
 """Turns in columns of tables: in whatever type they are, a row means what the same record of a JSON
 means."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,7 +33,7 @@ JSONS = [json.dumps(turn) for turn in OPENAI]
 BY_KEY = {key: [turn[key] for turn in LLAVA] for key in ("from", "value")}
 #: Both, as `datasets` joins them: every turn has all keys.
 PADDED = [
-    *({"from": None, "value": None, **turn, "tool_calls": None, "loss": None} for turn in OPENAI),
+    *({"from": None, "value": None, **turn, "tool_calls": None, "loss": None} for turn in OPENAI)
 ]
 IN_PARTS = [
     {
@@ -377,13 +375,6 @@ def test_an_image_without_bytes_beside_turns(tmp_path: Path) -> None:
 def test_columns_that_are_refused(columns: dict[str, pa.DataType], words: str) -> None:
     with pytest.raises(DataError, match=words):
         find_columns(pa.schema(columns.items()), "data/metadata.parquet")
-
-
-def test_texts_that_are_no_utf8_beside_turns(tmp_path: Path) -> None:
-    texts = pa.array([json.dumps(OPENAI[1:]).encode(), b'["\xff"]'], pa.binary()).view(pa.string())
-    table = pa.table({"messages": texts})
-    said, skipped = read(write_arrow(tmp_path / "a.arrow", table))
-    assert len(said) == 1 and skipped == {"row 1": "text is not UTF-8"}
 
 
 def test_named_columns() -> None:

@@ -1,8 +1,6 @@
 """Every form of dataset has pictures and videos upright, in sizes and in pixels; what cannot be
 decoded is named."""
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path

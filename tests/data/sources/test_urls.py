@@ -1,8 +1,6 @@
 """Sources behind URLs: read from end to end once, then by ranges; what cannot be reached is no
 damage."""
 
-from __future__ import annotations
-
 import http.server
 import threading
 from collections.abc import Iterator

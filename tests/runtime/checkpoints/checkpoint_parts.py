@@ -1,7 +1,5 @@
 """Ranks without processes: places, layers and optimizers as `runtime.checkpoints` sees them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Ranks of the tests of checkpoints in other layouts: train, save, load elsewhere and go on, in the
 same processes."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

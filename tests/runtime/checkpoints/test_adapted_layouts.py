@@ -1,8 +1,6 @@
 """Adapters with dropout, averages and tied embeddings, in bf16, and beside a frozen encoder: any
 layout opens the checkpoint of another and goes on alike."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

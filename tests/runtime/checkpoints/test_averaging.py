@@ -1,7 +1,5 @@
 """Moving averages are those of one process, whoever keeps which part of them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Flat ranges and tensor-parallel parts as boxes of whole tensors."""
 
-from __future__ import annotations
-
 import math
 
 import torch

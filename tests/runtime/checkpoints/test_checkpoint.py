@@ -1,7 +1,5 @@
 """Checkpoints of one rank: what is written, what is refused, and what a crash leaves."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

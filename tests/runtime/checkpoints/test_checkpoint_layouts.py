@@ -1,8 +1,6 @@
 """Any layout opens any checkpoint, averages and held-out losses are the same in all, ranks are
 killed in writing."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

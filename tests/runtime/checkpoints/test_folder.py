@@ -1,7 +1,5 @@
 """Checkpoints say how a run draws its data, and what they were made from."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Weights that a run starts from: found by what the user names, compared with the model, set bit
 for bit."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

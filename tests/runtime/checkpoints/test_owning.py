@@ -1,7 +1,5 @@
 """Every value of the state is kept by one rank, and every rank gets back all it needs."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from typing import Any
 

@@ -1,8 +1,6 @@
 """A run goes on with other weights and more sources; one of other data, or another start, does
 not."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 """Checkpoints of a model whose head is its embedding go from layouts with both on one stage to
 layouts with a copy on each of two, and back."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

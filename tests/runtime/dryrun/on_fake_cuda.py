@@ -1,8 +1,6 @@
 """Running a test's function in a process that has fake CUDA devices: its return value comes back as
 JSON."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """What the fullest rank of an EP group holds on a fake CUDA device, against its price."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

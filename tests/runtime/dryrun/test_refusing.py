@@ -1,7 +1,5 @@
 """Operators that no kernel of CUDA takes, and some that one does."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.runtime.dryrun.on_fake_cuda import on_fake_cuda

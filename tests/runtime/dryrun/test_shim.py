@@ -1,8 +1,6 @@
 """The library of fake CUDA devices: kept where users keep such things, and what is said where it
 cannot be used."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

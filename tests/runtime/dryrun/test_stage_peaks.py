@@ -1,8 +1,6 @@
 """What stages hold while they run, as storages on a fake CUDA device tell, against what a plan says
 of them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Which stages of a plan count as alike."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from disttrain_cli.models.graph import describe, layer_table

@@ -1,7 +1,5 @@
 """Waits for a device: what counts as one, and that no slot of any architecture has any."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial

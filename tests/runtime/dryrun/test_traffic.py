@@ -1,8 +1,6 @@
 """Bytes that ranks of units with several modules send in a step on a fake CUDA device, against
 those that a plan counts for the same work."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager

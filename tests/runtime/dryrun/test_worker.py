@@ -1,7 +1,5 @@
 """Observation of a slot's instructions in a dry run."""
 
-from __future__ import annotations
-
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Errors of a step: memory that runs out, numbers that are not finite."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,8 +1,6 @@
 """What trains, passes gradients on or stands still, of a model of which some modules are
 trained."""
 
-from __future__ import annotations
-
 from disttrain_cli.models.graph import LayerInfo
 from disttrain_cli.models.layer import PipelineLayer, TensorSpec
 from disttrain_cli.runtime.engine.gradients import GradientFlow, gradient_flow

@@ -1,7 +1,5 @@
 """Parameter groups, learning rates, and the weights of a world's gradient norm."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

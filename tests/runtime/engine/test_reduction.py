@@ -1,8 +1,6 @@
 """In which order groups of gradients are reduced, and when; and when layers wait for gathered
 weights."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """Learning rates over the steps of a run."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from types import SimpleNamespace
 

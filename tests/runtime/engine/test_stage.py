@@ -1,8 +1,6 @@
 """A stage's forward and backward against plain autograd: freezing, recomputation, sums that are not
 finite."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

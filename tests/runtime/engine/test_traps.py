@@ -1,8 +1,6 @@
 """What our code works around is still there: a test that fails names a trap of docs/deepspeed.md
 that the installed DeepSpeed has closed, and code of ours that may go."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 from collections.abc import Callable

@@ -1,8 +1,6 @@
 """Steps on a GPU in which every wait of the host for its device is an error but the one that a step
 has."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A rank that counts its descriptors as it joins groups of gloo."""
 
-from __future__ import annotations
-
 import json
 import os
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """Ranks whose clean-up never returns, for the tests of how ranks end."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import threading

@@ -1,7 +1,5 @@
 """A training rank that goes wrong at a place that the file `fault.json`, beside the logs, names."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

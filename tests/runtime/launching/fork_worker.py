@@ -6,8 +6,6 @@ devices by NVML (torch does where PYTORCH_NVML_BASED_CUDA_CHECK says so) is no s
 them by the CUDA runtime, as torch does where there is no NVML, is.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 from pathlib import Path

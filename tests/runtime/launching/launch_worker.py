@@ -1,7 +1,5 @@
 """Ranks that behave badly, for the launcher's tests."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,8 +1,6 @@
 """JobSets and SkyPilot tasks: that their readers would take them, and that what their containers
 run starts, stops and ends as it should."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

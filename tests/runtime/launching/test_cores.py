@@ -1,7 +1,5 @@
 """A rank is bound to its GPU's socket, unless it is bound already."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from types import SimpleNamespace

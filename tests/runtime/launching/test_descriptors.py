@@ -1,8 +1,6 @@
 """How many descriptors a rank needs: the arithmetic, against ranks that count theirs, and a limit
 that is too low."""
 
-from __future__ import annotations
-
 import json
 import resource
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Which device a rank takes, and that ranks share none, over the ways in which ranks are given
 devices."""
 
-from __future__ import annotations
-
 import os
 from types import SimpleNamespace
 from typing import Any

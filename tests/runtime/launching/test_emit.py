@@ -1,8 +1,6 @@
 """Scripts that start ranks elsewhere: what they say, that shellcheck likes them, and that they do
 start ranks."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """A rank that fails tells why before it closes anything, and ends whatever else waits for ever."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

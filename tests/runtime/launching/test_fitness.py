@@ -1,7 +1,5 @@
 """A device without the kernels that a plan prices is refused before training."""
 
-from __future__ import annotations
-
 import socket
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +12,7 @@ from disttrain_cli.errors import DisttrainError, SpecError
 from disttrain_cli.models import flash4
 from disttrain_cli.runtime.launching import fitness
 from disttrain_cli.runtime.launching.fitness import check_fit, check_memory
-from disttrain_cli.spec.plan import StageMemory
+from disttrain_cli.spec.prediction import StageMemory
 from disttrain_cli.spec.profile import DeviceProfile
 from tests.runtime.factory import write_run
 from tests.runtime.watching.test_hang import graph_of

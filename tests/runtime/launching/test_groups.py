@@ -1,8 +1,6 @@
 """Groups are connected one after the other within limits; what is broken, and who is missing, is
 named."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """The launcher runs every rank, and names the one that fails."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess

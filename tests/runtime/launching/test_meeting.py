@@ -1,7 +1,5 @@
 """Ranks that do not belong together, or cannot talk, are named before they train."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

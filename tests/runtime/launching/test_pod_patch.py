@@ -1,7 +1,5 @@
 """`cluster.kubernetes.pod_patch`: what it adds to pods, and that it changes and loses nothing."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

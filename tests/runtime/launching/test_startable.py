@@ -1,8 +1,6 @@
 """Jobs that could not start are refused, and what may stop them is noted, before anything is
 written."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

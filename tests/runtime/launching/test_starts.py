@@ -1,8 +1,6 @@
 """A run's folder before a start: what is asked first, what is moved where, and what cannot be
 written."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Training that is looked after: asked to stop, and started again when a rank is lost."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Plans of up to 64 ranks, and the steps that their ranks work on, drawn from a seed."""
 
-from __future__ import annotations
-
 import copy
 import random
 from collections.abc import Mapping, Sequence

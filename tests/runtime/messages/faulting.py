@@ -1,8 +1,6 @@
 """Faults of order, put into the records of ranks that run to their end: each of them would hang, or
 mix up messages."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace

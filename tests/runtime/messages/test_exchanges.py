@@ -5,8 +5,6 @@ each other. Both only remove waits, so that the proof takes an exchange as a col
 when all ranks have joined it.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterable
 from dataclasses import replace

@@ -1,8 +1,6 @@
 """Messages of all ranks go together: over layouts that tests train, over drawn plans, and on 1,296
 ranks."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from pathlib import Path

@@ -1,8 +1,6 @@
 """The proof finds every fault of order that is put into good records, names it, and finds none in
 good ones."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections import Counter

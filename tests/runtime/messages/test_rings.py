@@ -1,7 +1,5 @@
 """What a TP group's ranks send overlapped with GEMMs goes together, whatever the rows."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """Adapters out and in: folders that peft loads, merged weights, and runs that start from either."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from types import SimpleNamespace

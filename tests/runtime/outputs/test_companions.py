@@ -1,7 +1,5 @@
 """Files beside exported weights: those of the tokenizer that was trained with."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """Samples of checkpoints while training goes on: each new one once, one at a time, ended with the
 run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -32,6 +32,7 @@ from disttrain_cli.runtime.checkpoints.storage import DTYPES, _box_name, write_t
 from disttrain_cli.runtime.outputs.export import export
 from disttrain_cli.runtime.outputs.trained import load_trained
 from disttrain_cli.spec.runfile import read_run
+from tests.batches import through
 from tests.cases import first_fast
 from tests.models.conftest import AUDIO, MODULES
 from tests.models.test_vae import GENERATOR
@@ -133,13 +134,6 @@ def trained(run, step=1, averaged=(), ties=True, by=0.02, start=lambda layers: N
         )
     )
     return layers
-
-
-def through(layers, batch):
-    state = {}
-    for layer in layers:
-        state.update(layer(state, batch))
-    return state
 
 
 @pytest.mark.parametrize(

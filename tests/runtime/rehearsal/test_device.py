@@ -1,7 +1,5 @@
 """The emulated device against a clock that the test moves."""
 
-from __future__ import annotations
-
 import pytest
 
 from disttrain_cli.runtime.rehearsal import device as module

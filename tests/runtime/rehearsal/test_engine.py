@@ -1,7 +1,5 @@
 """Reductions behind an emulated device's last pass end when the simulator says."""
 
-from __future__ import annotations
-
 import dataclasses
 from types import SimpleNamespace
 from typing import Any, cast

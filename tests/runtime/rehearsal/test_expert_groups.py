@@ -1,7 +1,5 @@
 """An EP group with several processes: they exchange drawn rows; passes are the simulator's."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,8 +1,6 @@
 """Joined replicas: every item once, in the process of its replica, and routes that still cover all
 rows."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

@@ -1,8 +1,6 @@
 """Rehearsals with real processes: what they record is the plan's and the profile's, whatever the
 machine is doing."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """Buffers of what was sent are held until it has left, and no longer; each direction has its own
 communicator."""
 
-from __future__ import annotations
-
 import weakref
 from collections import Counter
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """What arrives over a cut, whatever the DP and TP of both sides, is what a dense reference has."""
 
-from __future__ import annotations
-
 from collections import defaultdict, deque
 from typing import Any, NamedTuple
 from unittest import mock

@@ -1,8 +1,6 @@
 """Routes carry every shared row exactly once, in the same order on both sides, whatever DP, CP and
 TP they have."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import numpy as np

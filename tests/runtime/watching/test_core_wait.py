@@ -1,7 +1,5 @@
 """Waits for cores and cores of other processes, by what the kernel writes."""
 
-from __future__ import annotations
-
 import os
 import resource
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Times of a GPU's marks, on a simulated device."""
 
-from __future__ import annotations
-
 import random
 from itertools import pairwise
 from pathlib import Path

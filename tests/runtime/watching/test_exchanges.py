@@ -1,7 +1,5 @@
 """What of a forward or backward went into exchanges with the rank's group."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A job that hangs is found, and so is the rank that the others wait for."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import psutil

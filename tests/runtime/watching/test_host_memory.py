@@ -1,7 +1,5 @@
 """A rank's host memory: growth is extrapolated from its minima, freed pages go back."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable

@@ -1,8 +1,6 @@
 """Torch's profile of some steps: which ones, what is marked, and what happens where it cannot be
 written."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from dataclasses import replace

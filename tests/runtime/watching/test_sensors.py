@@ -1,7 +1,5 @@
 """Readings of a GPU's driver, whose library is a stand-in here."""
 
-from __future__ import annotations
-
 import ctypes
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """What a rank recorded outlives it, and a disk that takes no more traces ends nothing."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

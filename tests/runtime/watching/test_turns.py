@@ -1,7 +1,5 @@
 """Rows of passes that take turns: as long as their turns, one after the other."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pyarrow.parquet as pq

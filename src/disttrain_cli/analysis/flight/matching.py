@@ -332,13 +332,13 @@ def _elements(entry: Entry, index: int) -> str:
     """
     if UNEVEN.search(entry.operation.lower().replace("_", "")):
         return ""
-    given, taken = _totals(entry.input_sizes), _totals(entry.output_sizes)
+    inputs, outputs = _totals(entry.input_sizes), _totals(entry.output_sizes)
     if entry.operation not in (FROM_ONE, TO_ONE):
-        if len(given) > 1 and taken == given[index : index + 1]:
-            return f"in {given}"
-        if len(taken) > 1 and given == taken[index : index + 1]:
-            return f"out {taken}"
-    return _in_and_out(entry, given, taken)
+        if len(inputs) > 1 and outputs == inputs[index : index + 1]:
+            return f"in {inputs}"
+        if len(outputs) > 1 and inputs == outputs[index : index + 1]:
+            return f"out {outputs}"
+    return _in_and_out(entry, inputs, outputs)
 
 
 def _totals(sizes: Sequence[Sequence[int]]) -> list[int]:
@@ -353,10 +353,10 @@ def _dtypes(entry: Entry) -> str:
     return _in_and_out(entry, entry.input_dtypes, entry.output_dtypes)
 
 
-def _in_and_out(entry: Entry, given: object, taken: object) -> str:
+def _in_and_out(entry: Entry, inputs: object, outputs: object) -> str:
     """Format inputs and outputs, without those that only one rank has."""
-    parts = [f"in {given}"] * (entry.operation != FROM_ONE)
-    return " ".join(parts + [f"out {taken}"] * (entry.operation != TO_ONE))
+    parts = [f"in {inputs}"] * (entry.operation != FROM_ONE)
+    return " ".join(parts + [f"out {outputs}"] * (entry.operation != TO_ONE))
 
 
 #: What must be equal on all ranks, in the order of the checks, and how it is shown.

@@ -25,12 +25,7 @@ from disttrain_cli.analysis.flight.matching import (
     first_wrong_message,
     groups_of,
 )
-from disttrain_cli.analysis.flight.waiting import (
-    Position,
-    causes_of,
-    circle_of,
-    positions_of,
-)
+from disttrain_cli.analysis.flight.waiting import Position, causes_of, circle_of, positions_of
 
 #: Property on which ranks disagree, by problem; these precede anything that ranks wait for.
 DISAGREE = {

@@ -30,13 +30,13 @@ from disttrain_cli.analysis.job.operations import compare_operations
 from disttrain_cli.analysis.job.rank_times import rank_summaries
 from disttrain_cli.analysis.job.remedies.groups import held_up, share_waited_for
 from disttrain_cli.analysis.job.remedies.leaving import left_out
-from disttrain_cli.analysis.job.remedies.ordering import best_share
 from disttrain_cli.analysis.job.remedies.remedies import (
     Layouts,
     other_layouts,
     remedies,
     with_layouts,
 )
+from disttrain_cli.analysis.job.remedies.reordering import best_share
 from disttrain_cli.analysis.job.remedies.replanning import can_replan
 from disttrain_cli.analysis.job.remedies.replicas import record_of
 from disttrain_cli.analysis.job.remedies.suspects import is_split, own_suspects, replayed, state_of
@@ -264,10 +264,8 @@ def _straggle(
     if planned:
         leaving = left_out(database, graph, why, findings, where)
         helps = sorted([*helps, *leaving], key=lambda one: -one.gain_s)
-    measured_s, present = (
-        float(losses.measured.mean()),
-        min(1.0, len(ranks) / expected_ranks(database)),
-    )
+    measured_s = float(losses.measured.mean())
+    present = min(1.0, len(ranks) / expected_ranks(database))
     unexplained = abs(float(losses.lost["unexplained"].mean())) / measured_s
     if unexplained > 0.05:
         database.warnings.append(

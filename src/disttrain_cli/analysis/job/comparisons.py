@@ -7,7 +7,7 @@ from typing import Any
 from disttrain_cli.analysis.job.costing import shares_cores
 from disttrain_cli.analysis.job.database import Database
 from disttrain_cli.analysis.result.rows import Comparison, OperationRow
-from disttrain_cli.spec.plan import Prediction
+from disttrain_cli.spec.prediction import Prediction
 from disttrain_cli.spec.trace import COMPUTE, WEIGHTS
 
 

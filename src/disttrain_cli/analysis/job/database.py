@@ -221,8 +221,8 @@ def _make_source(
     casts = ", ".join(
         f"TRY_CAST({column} AS {TYPES[kind]}) AS {column}" for column, kind in columns.items()
     )
-    given = f"SELECT {casts} FROM ({' UNION ALL BY NAME '.join(parts)})"
-    connection.execute(f"CREATE VIEW {name} AS SELECT * FROM ({given}) WHERE {usable}")
+    selected = f"SELECT {casts} FROM ({' UNION ALL BY NAME '.join(parts)})"
+    connection.execute(f"CREATE VIEW {name} AS SELECT * FROM ({selected}) WHERE {usable}")
 
 
 def _choose_starts(connection: DuckDBPyConnection, files: TraceFiles) -> str:

@@ -16,14 +16,7 @@ from disttrain_cli.analysis.job.fitting import fitted
 from disttrain_cli.analysis.sql import literals, no_glob
 from disttrain_cli.calls import argument, spelled
 from disttrain_cli.errors import DataError, SpecError
-from disttrain_cli.spec.trace import (
-    STEP_COLUMNS,
-    TABLES,
-    TRACE_COLUMNS,
-    Job,
-    read_job,
-    segments_of,
-)
+from disttrain_cli.spec.trace import STEP_COLUMNS, TABLES, TRACE_COLUMNS, Job, read_job, segments_of
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -14,13 +14,7 @@ from disttrain_cli.analysis.job.costing import shares_cores
 from disttrain_cli.analysis.job.database import Database
 from disttrain_cli.analysis.job.recorded import chosen_steps
 from disttrain_cli.analysis.walk import Feeds, Floats, Ints, Walk, walk_of
-from disttrain_cli.costs.layout import (
-    CostedStage,
-    by_device,
-    optimizer_s,
-    reduce_s,
-    transfers_s,
-)
+from disttrain_cli.costs.layout import CostedStage, by_device, optimizer_s, reduce_s, transfers_s
 from disttrain_cli.costs.overlap import hidden
 from disttrain_cli.schedule.one_f_one_b import inputs
 from disttrain_cli.spec.plan import Layout
@@ -41,7 +35,9 @@ def build_graph(database: Database) -> Graph | None:
     )
     by_step = {int(row["step"]): row for row in windows}
 
-    columns["operation"] = _numbered(columns["operation"])
+    columns["operation"] = np.argmax(
+        columns["operation"][:, None] == np.array(COMPUTE)[None, :], axis=1
+    )
     rank, slot, depth = (
         np.asarray(columns[name], dtype=np.int64) for name in ("rank", "slot", "depth")
     )
@@ -56,14 +52,14 @@ def build_graph(database: Database) -> Graph | None:
         return out
 
     start = spread("start_s")
-    whole = ~np.isnan(start).any(axis=0)
-    if not whole.any():
+    complete = ~np.isnan(start).any(axis=0)
+    if not complete.any():
         database.warnings.append(
             "no step contains every pass of every rank: steps cannot be replayed"
         )
         return None
     table = {
-        name: spread(name)[:, whole]
+        name: spread(name)[:, complete]
         for name in (
             "start_s",
             "duration_s",
@@ -103,7 +99,7 @@ def build_graph(database: Database) -> Graph | None:
             transfer[index] = table["received_s"][index]
     late = np.minimum(table["late_s"], transfer)
     unheard, lost = _unheard(database.stages, columns, table["received_peer"])
-    kept = steps[whole]
+    kept = steps[complete]
     window = np.array([by_step[int(s)]["window_s"] for s in kept])
     # Replicas that share a process of a rehearsal continue when the slowest of them has finished:
     # the gaps are not due to the host.
@@ -148,7 +144,11 @@ def build_graph(database: Database) -> Graph | None:
                 columns["depth"],
             )
         ),
-        expected_update_s=_expected_update_s(database.job, database.stages),
+        expected_update_s=(
+            np.inf
+            if database.job is None or not database.stages or shares_cores(database.job)
+            else update_s(database.job, database.job.layout, database.stages)
+        ),
         unheard=unheard,
         lost=lost,
         crowded=_crowded(database.job, table["duration_s"], window),
@@ -161,15 +161,8 @@ def _together(job: Job | None, units: NDArray[Any]) -> Ints:
     return np.array([spans.get(str(unit), 1) for unit in units], dtype=np.int64)
 
 
-def _numbered(operations: NDArray[Any]) -> Ints:
-    """Return the index in `COMPUTE` of each row's operation."""
-    return np.argmax(operations[:, None] == np.array(COMPUTE)[None, :], axis=1)
-
-
 def _unheard(
-    stages: list[CostedStage],
-    columns: dict[str, Any],
-    received_peer: Floats,
+    stages: list[CostedStage], columns: dict[str, Any], received_peer: Floats
 ) -> tuple[Ints, list[list[tuple[str, int, int]]]]:
     """Return `Graph.unheard` and `Graph.lost`; within a unit only the same replica sends.
 
@@ -214,14 +207,6 @@ def update_s(job: Job, layout: Layout, stages: list[CostedStage]) -> float:
     return max(
         reduce_s(job.profile, layout, device, job.gpus_per_node) for device in devices
     ) + max(optimizer_s(job.profile, layout, device, job.gpus_per_node) for device in devices)
-
-
-def _expected_update_s(job: Job | None, stages: list[CostedStage]) -> float:
-    return (
-        np.inf
-        if job is None or not stages or shares_cores(job)
-        else update_s(job, job.layout, stages)
-    )
 
 
 def expected_transfers(
@@ -288,9 +273,7 @@ def _messages(
 
 
 def _walk(
-    columns: dict[str, Any],
-    table: dict[str, Floats],
-    cuts: list[tuple[int, int]],
+    columns: dict[str, Any], table: dict[str, Floats], cuts: list[tuple[int, int]]
 ) -> Walk | None:
     """Build the graph of how passes wait for each other.
 

@@ -23,10 +23,10 @@ def say_limits(database: Database, times: dict[str, Any], summary: JobSummary) -
             f" {agree(times['incomplete'], 'is', 'are')} left out{short and f': {short}'}"
         )
     if job is not None:
-        whole = expected_ranks(database)
-        if summary.ranks < whole:
+        world_size = expected_ranks(database)
+        if summary.ranks < world_size:
             warn(
-                f"the trace contains {summary.ranks} of {whole} ranks: figures cover only"
+                f"the trace contains {summary.ranks} of {world_size} ranks: figures cover only"
                 f" {agree(summary.ranks, 'that one', 'those')}{_missing(database)}"
             )
     expected = times["last_step"] - times["first_step"] + 1

@@ -16,13 +16,7 @@ from disttrain_cli.analysis.job.costing import shares_cores
 from disttrain_cli.analysis.job.database import Database
 from disttrain_cli.analysis.job.recorded import expected_s, recorded_pipelines, waited_transfers
 from disttrain_cli.analysis.result.rows import OperationRow
-from disttrain_cli.costs.layout import (
-    CostedStage,
-    by_device,
-    optimizer_s,
-    reduce_s,
-    transfers_s,
-)
+from disttrain_cli.costs.layout import CostedStage, by_device, optimizer_s, reduce_s, transfers_s
 from disttrain_cli.simulation.pipeline import simulate
 from disttrain_cli.spec.stage_graph import cuts_of
 from disttrain_cli.spec.trace import COMPUTE, Job
@@ -42,7 +36,7 @@ def compare_operations(database: Database) -> list[OperationRow]:
     comparisons = [_row(step_ms, **row) for row in rows]
     comparisons.sort(key=lambda row: -abs(row.effect_ms))
     expected = expected_s(database)
-    whole = _row(
+    step_row = _row(
         step_ms,
         unit=None,
         operation="iteration",
@@ -50,7 +44,7 @@ def compare_operations(database: Database) -> list[OperationRow]:
         predicted=1e3 * float(np.mean(list(expected.values()))),
         measured=step_ms,
     )
-    return [whole, *comparisons]
+    return [step_row, *comparisons]
 
 
 def _row(

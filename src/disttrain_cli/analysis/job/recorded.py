@@ -34,17 +34,15 @@ def waited_transfers(database: Database) -> list[dict[str, Any]]:
     """Return the transfer times over every cut at which a rank waited (`queries/transfers.sql`)."""
     number = {stage.name: depth for depth, stage in enumerate(database.stages)}
     cuts = crossings(database.stages)
-    return (
-        database.query(
+    if cuts:
+        return database.query(
             "transfers",
             steps=chosen_steps(database),
             before=[number[before.name] for before, _ in cuts],
             after=[number[after.name] for _, after in cuts],
             crosses=[before.unit.name != after.unit.name for before, after in cuts],
         )
-        if cuts
-        else []
-    )
+    return []
 
 
 def recorded_loads(database: Database) -> tuple[list[int], dict[str, Floats]]:

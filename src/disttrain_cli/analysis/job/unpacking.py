@@ -21,11 +21,7 @@ from disttrain_cli.analysis.kineto.splitting import Reading, split_events
 from disttrain_cli.calls import call
 from disttrain_cli.errors import DataError
 from disttrain_cli.spec.progress import silent
-from disttrain_cli.spec.trace import (
-    TABLES,
-    TRACE_COLUMNS,
-    Job,
-)
+from disttrain_cli.spec.trace import TABLES, TRACE_COLUMNS, Job
 
 if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection
@@ -178,10 +174,10 @@ def _header(file: Path, header: dict[str, Any]) -> tuple[_Header, int]:
         raise _damaged(file, f"its header is incomplete: {error}") from None
     for row in ours.ranks:
         row.setdefault("cp_rank", 0)  # files written before there was CP
-    whole = all({"rank", *PLACE} <= row.keys() for row in ours.ranks) and all(
+    complete = all({"rank", *PLACE} <= row.keys() for row in ours.ranks) and all(
         _WINDOWS.keys() <= row.keys() for row in ours.windows
     )
-    if not whole or ours.version != VERSION:
+    if not complete or ours.version != VERSION:
         raise _damaged(file, "its header is incomplete or was written by another version")
     return ours, origin
 

@@ -351,17 +351,17 @@ class _Rows:
                 name: np.concatenate([part[name] for part in self._waiting])
                 for name in self._waiting[0]
             }
-            whole = columns.pop("phase")
-            complete = whole == ord("X")
+            phase = columns.pop("phase")
+            complete = phase == ord("X")
             for table, chosen in (("raw_events", complete), ("marks", ~complete)):
                 if chosen.all():
-                    _insert(self._connection, table, columns, whole if table == "marks" else None)
+                    _insert(self._connection, table, columns, phase if table == "marks" else None)
                 elif chosen.any():
                     _insert(
                         self._connection,
                         table,
                         {name: values[chosen] for name, values in columns.items()},
-                        whole[chosen] if table == "marks" else None,
+                        phase[chosen] if table == "marks" else None,
                     )
         self._waiting, self._count = [], 0
 

@@ -88,8 +88,8 @@ def align(files: list[TraceFile]) -> list[str]:
     silent = [file for file in files if file.base_ns is None]
     lost = [file for file in silent if file.first_ns < SINCE_1970_NS]
     # files with a base, whose times count from 1970 anyway
-    whole = any(file.base_ns and file.first_ns >= SINCE_1970_NS for file in files)
-    zero = min(file.base_ns or 0 for file in files if file not in lost) if whole else 0
+    since_1970 = any(file.base_ns and file.first_ns >= SINCE_1970_NS for file in files)
+    zero = min(file.base_ns or 0 for file in files if file not in lost) if since_1970 else 0
     for file in files:
         if file not in lost:
             file.shift_ns = (file.base_ns or 0) - zero
@@ -320,8 +320,6 @@ def _keep(files: list[TraceFile], group: list[TraceFile], why: str) -> list[str]
 
 def _some(files: list[TraceFile]) -> str:
     names = list(dict.fromkeys(file.path for file in files))
-    return (
-        names[0].name
-        if len(names) == 1
-        else f"{names[0].name} and {counted(len(names) - 1, 'more file')}"
-    )
+    if len(names) == 1:
+        return names[0].name
+    return f"{names[0].name} and {counted(len(names) - 1, 'more file')}"

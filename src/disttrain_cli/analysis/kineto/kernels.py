@@ -97,7 +97,7 @@ def read_patterns(texts: dict[str, str]) -> Patterns:
         _pattern(line, number, path)
         for path, text in texts.items()
         for number, line in enumerate(text.splitlines(), 1)
-        if _says(line)
+        if line.strip() and not line.lstrip().startswith("#")
     ]
 
 
@@ -121,10 +121,6 @@ def step_of(name: str, patterns: Patterns) -> StepMark | None:
             edge = "begin" if _BEGINS.search(name) else "end" if _ENDS.search(name) else "whole"
             return StepMark(line, int(numbers[-1]) if numbers else None, edge)
     return None
-
-
-def _says(line: str) -> bool:
-    return bool(line.strip()) and not line.lstrip().startswith("#")
 
 
 def _pattern(line: str, number: int, path: str) -> Pattern:

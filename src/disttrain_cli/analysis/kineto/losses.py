@@ -268,11 +268,11 @@ class Losses:
         left_s = sum(float(one.gain_s.mean()) for one in self.stragglers)
         waited_s = min(sum(one.waited_s for one in self.stragglers), self.mean("exposed_wait_ns"))
         longer = self.longer_of([rank for one in self.stragglers for rank in one.ranks])
-        regained_s, whole = {"others": waited_s}, sum(longer.values())
+        regained_s, total_s = {"others": waited_s}, sum(longer.values())
         left_s -= waited_s
-        if whole:
+        if total_s:
             regained_s |= {
-                part: min(left_s * more_s / whole, self.mean(_WORKS[part]))
+                part: min(left_s * more_s / total_s, self.mean(_WORKS[part]))
                 for part, more_s in longer.items()
             }
         left_s -= sum(regained_s.values()) - waited_s

@@ -177,14 +177,14 @@ def _split_devices(connection: DuckDBPyConnection, files: list[TraceFile], free:
     In such a file one process uses several devices, or each device has its own process. The parts
     are numbered from `free` on.
     """
-    whole = {file.number: file for file in files}
+    by_number = {file.number: file for file in files}
     said = []
     for number, devices, processes in connection.execute(
         query_text("kineto/devices_at_work")
     ).fetchall():
-        if number not in whole:
+        if number not in by_number:
             continue
-        file = whole[number]
+        file = by_number[number]
         launchers: dict[int, str] = {}
         if processes > 1:
             launchers = _launchers(connection, number, devices)

@@ -86,11 +86,9 @@ class Collectives:
         held = np.full(at.shape, -np.inf)
         for number, nodes in enumerate(self.members):
             ranks, behind = self.rank_of[nodes], self.behind[nodes]
-            ready, until, waits = (
-                at[ranks] + work[nodes],
-                held[ranks] + work[nodes],
-                self.waits[nodes],
-            )
+            ready = at[ranks] + work[nodes]
+            until = held[ranks] + work[nodes]
+            waits = self.waits[nodes]
             ready, until = (
                 np.where(waits, np.maximum(ready, until), ready),
                 np.where(waits, -np.inf, until),
@@ -123,8 +121,8 @@ class Collectives:
                 works = np.stack([self.work[of_rank[index]] for index in peers])
                 usual |= dict(zip(peers, np.minimum(works, _of_others(works)), strict=True))
         if not usual and len(of_rank) > 1:
-            whole = np.stack([self.work[nodes].sum(axis=0) for nodes in of_rank])
-            share = np.minimum(1.0, _of_others(whole) / np.maximum(whole, 1e-9))
+            total = np.stack([self.work[nodes].sum(axis=0) for nodes in of_rank])
+            share = np.minimum(1.0, _of_others(total) / np.maximum(total, 1e-9))
             usual = {index: self.work[nodes] * share[index] for index, nodes in enumerate(of_rank)}
         least_s = SMALLEST_SHARE * float(self.lengths((self.work,)).mean())
         suspects = []

@@ -139,23 +139,23 @@ def _convolution(dims: Dims, values: Dims) -> Count:
                 image[2:], stride, padding, dilation, weight[2:], more, strict=True
             )
         ]
-        made = image[0] * weight[1] * int(values[8]) * prod(out)
-        return 2 * prod(image) * prod(weight[1:]), prod(image) + prod(weight) + made
+        outputs = image[0] * weight[1] * int(values[8]) * prod(out)
+        return 2 * prod(image) * prod(weight[1:]), prod(image) + prod(weight) + outputs
     stride, padding, dilation = (_numbers(values[index], len(image) - 2) for index in (3, 4, 5))
     out = [
         (size + 2 * p - d * (k - 1) - 1) // s + 1
         for size, s, p, d, k in zip(image[2:], stride, padding, dilation, weight[2:], strict=True)
     ]
-    made = image[0] * weight[0] * prod(out)
-    return 2 * made * prod(weight[1:]), prod(image) + prod(weight) + made
+    outputs = image[0] * weight[0] * prod(out)
+    return 2 * outputs * prod(weight[1:]), prod(image) + prod(weight) + outputs
 
 
 def _convolution_backward(dims: Dims, values: Dims) -> Count:
     gradient, image, weight = dims[0], dims[1], dims[2]
     mask = [_flag(word) for word in str(values[10]).strip("[]").split(",")]
     each = 2 * (prod(image) if _flag(values[7]) else prod(gradient)) * prod(weight[1:])
-    made = mask[0] * prod(image) + mask[1] * prod(weight)
-    return each * (mask[0] + mask[1]), prod(gradient) + prod(image) + prod(weight) + made
+    outputs = mask[0] * prod(image) + mask[1] * prod(weight)
+    return each * (mask[0] + mask[1]), prod(gradient) + prod(image) + prod(weight) + outputs
 
 
 def _attention(

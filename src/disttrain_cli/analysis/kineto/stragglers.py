@@ -38,10 +38,8 @@ def mended(
         if one is not first and one.gain_s.mean() >= LEAST_STRAGGLER * span_s
     ]
     single = _single_step(first, span_s)
-    gain_s, who = (
-        min(float(first.gain_s.mean()), span_s),
-        name_ranks(sorted(first.ranks)).capitalize(),
-    )
+    gain_s = min(float(first.gain_s.mean()), span_s)
+    who = name_ranks(sorted(first.ranks)).capitalize()
     one, met = len(first.ranks) == 1, _met(losses)
     alone = [
         f" Fixing rank {rank} alone saves {costs(gain, span_s)}."
@@ -68,21 +66,17 @@ def mended(
         evidence=[
             *evidence,
             Evidence(
-                what=f"{met} that {who.lower()} join{'s' * one} last",
-                value=first.turns.last / first.turns.joined,
-                unit="share",
+                f"{met} that {who.lower()} join{'s' * one} last",
+                first.turns.last / first.turns.joined,
+                "share",
             ),
-            Evidence(
-                what=f"waiting for {who.lower()}, share of all waiting",
-                value=first.share,
-                unit="share",
-            ),
-            Evidence(what=P_VALUE, value=first.chance, unit="probability"),
+            Evidence(f"waiting for {who.lower()}, share of all waiting", first.share, "share"),
+            Evidence(P_VALUE, first.chance, "probability"),
             *(
                 Evidence(
-                    what=f"saved by fixing {name_ranks(sorted(each.ranks))}",
-                    value=float(each.gain_s.mean()),
-                    unit="s",
+                    f"saved by fixing {name_ranks(sorted(each.ranks))}",
+                    float(each.gain_s.mean()),
+                    "s",
                 )
                 for each in losses.stragglers
             ),
@@ -177,11 +171,9 @@ def _more_work(ranks: list[int], losses: Losses, database: KinetoDatabase) -> st
 
 def _more(late: Late, span_s: float) -> str:
     """Return a sentence on further ranks that save enough once those before them are fixed."""
-    who, one, cost = (
-        name_ranks(sorted(late.ranks)).capitalize(),
-        len(late.ranks) == 1,
-        costs(float(late.gain_s.mean()), span_s),
-    )
+    who = name_ranks(sorted(late.ranks)).capitalize()
+    one = len(late.ranks) == 1
+    cost = costs(float(late.gain_s.mean()), span_s)
     if late.sure:
         return f" So {'is' if one else 'are'} {who.lower()}: {_last_into(late)}, {cost} more."
     return f" {who} cost{'s' * one} {cost} more, {_last_into(late)}, which may be chance."
@@ -201,14 +193,10 @@ def costs(value_s: float, span_s: float) -> str:
 
 def _before(rank: int, it: dict[str, Any], others: dict[str, Any]) -> list[Evidence]:
     return [
-        Evidence(
-            what=f"rank {rank}: time since its previous collective or message",
-            value=it["gap_s"],
-            unit="s",
-        ),
-        Evidence(what="the other ranks: the same", value=others["gap_s"], unit="s"),
-        Evidence(what=f"rank {rank}: compute in that time", value=it["compute_s"], unit="s"),
-        Evidence(what="the other ranks: the same", value=others["compute_s"], unit="s"),
+        Evidence(f"rank {rank}: time since its previous collective or message", it["gap_s"], "s"),
+        Evidence("the other ranks: the same", others["gap_s"], "s"),
+        Evidence(f"rank {rank}: compute in that time", it["compute_s"], "s"),
+        Evidence("the other ranks: the same", others["compute_s"], "s"),
     ]
 
 
@@ -230,21 +218,14 @@ def waited_for(
 
     Further ranks are named if waiting for them costs enough.
     """
-    span_s, sure = (
-        losses.step_s,
-        [one for one in costly if one.sure] or [straggler],
-    )
-    rank, did = (
-        straggler.rank,
-        {row["is_it"]: row for row in database.query("before", rank=straggler.rank)},
-    )
+    span_s, sure = (losses.step_s, [one for one in costly if one.sure] or [straggler])
+    rank = straggler.rank
+    did = {row["is_it"]: row for row in database.query("before", rank=straggler.rank)}
     met = _met(losses)
     it, others = did[True], did[False]
-    later_s, work_s, when = (
-        it["gap_s"] - others["gap_s"],
-        it["compute_s"] - others["compute_s"],
-        "Before them",
-    )
+    later_s = it["gap_s"] - others["gap_s"]
+    work_s = it["compute_s"] - others["compute_s"]
+    when = "Before them"
     if losses.at_messages > 0.5:
         later_s = work_s = losses.longer_ns(rank) / 1e9
         when = "In a step"
@@ -272,22 +253,18 @@ def waited_for(
         evidence=[
             *evidence,
             Evidence(
-                what=f"{met} that rank {rank} joins last",
-                value=straggler.turns.last / straggler.turns.joined,
-                unit="share",
+                f"{met} that rank {rank} joins last",
+                straggler.turns.last / straggler.turns.joined,
+                "share",
             ),
             Evidence(
-                what="expected if all ranks were last equally often",
-                value=straggler.turns.expected / straggler.turns.joined,
-                unit="share",
+                "expected if all ranks were last equally often",
+                straggler.turns.expected / straggler.turns.joined,
+                "share",
             ),
-            Evidence(what=P_VALUE, value=straggler.chance, unit="probability"),
+            Evidence(P_VALUE, straggler.chance, "probability"),
             *(
-                Evidence(
-                    what=f"waiting for rank {one.rank}, share of all waiting",
-                    value=one.share,
-                    unit="share",
-                )
+                Evidence(f"waiting for rank {one.rank}, share of all waiting", one.share, "share")
                 for one in dict.fromkeys([straggler, *costly])
             ),
             *_before(rank, it, others),

@@ -43,21 +43,19 @@ def not_understood(losses: Losses, database: KinetoDatabase) -> Verdict:
     step_s = database.answer("iterations")[0]["mean_s"]
     evidence = [
         Evidence(
-            what="recording, from the first event to the last, mean over the ranks",
-            value=database.answer("totals")[0]["span_s"],
-            unit="s",
+            "recording, from the first event to the last, mean over the ranks",
+            database.answer("totals")[0]["span_s"],
+            "s",
         )
     ]
     if step_s is not None:
-        evidence.insert(0, Evidence(what="a step, as marked", value=step_s, unit="s"))
+        evidence.insert(0, Evidence("a step, as marked", step_s, "s"))
     evidence += [
         Evidence(
-            what=(
-                "not identified as device work, per rank: "
-                f"{_short(row['family'])}, {row['count']} times"
-            ),
-            value=row["s"] / len(losses.ranks),
-            unit="s",
+            "not identified as device work, per rank: "
+            f"{_short(row['family'])}, {row['count']} times",
+            row["s"] / len(losses.ranks),
+            "s",
         )
         for row in strange[:MOST_NAMED]
     ]
@@ -65,9 +63,9 @@ def not_understood(losses: Losses, database: KinetoDatabase) -> Verdict:
         straggler = losses.straggler
         evidence.append(
             Evidence(
-                what=f"host-side collectives: rank {straggler.rank} joins last",
-                value=straggler.turns.last / straggler.turns.joined,
-                unit="share of collectives",
+                f"host-side collectives: rank {straggler.rank} joins last",
+                straggler.turns.last / straggler.turns.joined,
+                "share of collectives",
             )
         )
     if not strange:
@@ -106,14 +104,7 @@ def unclassified(share: float, database: KinetoDatabase, evidence: list[Evidence
         f"Classify these kernels: add lines such as {_lines(kernels)} to {users_patterns()}, then"
         " analyse again. Until then they count as compute.",
         _KERNELS,
-        [
-            *evidence,
-            Evidence(
-                what="unclassified kernels",
-                value=share,
-                unit="share of the kernels' time",
-            ),
-        ],
+        [*evidence, Evidence("unclassified kernels", share, "share of the kernels' time")],
     )
 
 
@@ -184,12 +175,8 @@ def may_be_chance(
         LATEST,
         [
             *evidence,
-            Evidence(
-                what=f"waiting for rank {rank}, share of all waiting",
-                value=straggler.share,
-                unit="share",
-            ),
-            Evidence(what=P_VALUE, value=straggler.chance, unit="probability"),
+            Evidence(f"waiting for rank {rank}, share of all waiting", straggler.share, "share"),
+            Evidence(P_VALUE, straggler.chance, "probability"),
         ],
         lost_s,
         Place(rank=rank),

@@ -29,13 +29,7 @@ from disttrain_cli.analysis.kineto.losses import (
     parts,
     recurring,
 )
-from disttrain_cli.analysis.kineto.stragglers import (
-    costs,
-    matched,
-    mended,
-    unlikely,
-    waited_for,
-)
+from disttrain_cli.analysis.kineto.stragglers import costs, matched, mended, unlikely, waited_for
 from disttrain_cli.analysis.kineto.unknown import (
     LATEST,
     MOST_UNCLASSIFIED,
@@ -89,9 +83,7 @@ def judge(losses: Losses, database: KinetoDatabase) -> Verdict:
         evidence=[
             *verdict.evidence,
             Evidence(
-                what=f"step {event.step}, left out: longer than the others by",
-                value=event.longer_s,
-                unit="s",
+                f"step {event.step}, left out: longer than the others by", event.longer_s, "s"
             ),
         ],
     )
@@ -111,13 +103,13 @@ def _of_usual_step(losses: Losses, database: KinetoDatabase) -> Verdict:
     }
     evidence = [
         Evidence(
-            what="a step" if losses.marked else "recording, from the first kernel to the last",
-            value=step_s,
-            unit="s",
+            "a step" if losses.marked else "recording, from the first kernel to the last",
+            step_s,
+            "s",
         ),
-        Evidence(what="compute", value=losses.ideal_s(), unit="s"),
+        Evidence("compute", losses.ideal_s(), "s"),
         *(
-            Evidence(what=_WHAT[part], value=lost, unit="s")
+            Evidence(_WHAT[part], lost, "s")
             for part, lost in sorted(means.items(), key=lambda item: -item[1])
             if lost > LEAST_NAMED * step_s
         ),
@@ -125,15 +117,11 @@ def _of_usual_step(losses: Losses, database: KinetoDatabase) -> Verdict:
     if losses.at_messages > 0:
         evidence.append(
             Evidence(
-                what="waiting at sends and receives, share of all waiting",
-                value=losses.at_messages,
-                unit="share",
+                "waiting at sends and receives, share of all waiting", losses.at_messages, "share"
             )
         )
     if losses.present < 1:
-        evidence.append(
-            Evidence(what="ranks with traces", value=losses.present, unit="share of ranks")
-        )
+        evidence.append(Evidence("ranks with traces", losses.present, "share of ranks"))
     if losses.crowded and losses.unclassified <= MOST_UNCLASSIFIED:
         return crowded(evidence)
     if losses.stragglers:
@@ -199,9 +187,7 @@ def _of_usual_step(losses: Losses, database: KinetoDatabase) -> Verdict:
         * (straggler.chance if largest == "others" and straggler else 1.0),
         evidence=[
             *evidence,
-            Evidence(
-                what="ranks on which this is the largest loss", value=agree, unit="share of ranks"
-            ),
+            Evidence("ranks on which this is the largest loss", agree, "share of ranks"),
             *_not_one(losses),
         ],
         advice=advice,
@@ -289,10 +275,8 @@ def _calm(losses: Losses, database: KinetoDatabase, evidence: list[Evidence]) ->
         * (1 - most)
         * (UNMATCHED_CALM + (1 - UNMATCHED_CALM) * matched(database)),
         evidence=[*evidence, *_not_one(losses)],
-        advice=(
-            "More speed needs faster kernels (lower precision, fusion, torch.compile) or more"
-            " devices."
-        ),
+        advice="More speed needs faster kernels (lower precision, fusion, torch.compile) or more"
+        " devices.",
         next_command=(
             'disttrain analyze --sql "SELECT name, kind, count(*), sum(end_ns - start_ns) / 1e6 AS'
             ' ms FROM kernels GROUP BY ALL ORDER BY ms DESC LIMIT 20"'
@@ -307,16 +291,14 @@ def _not_one(losses: Losses) -> list[Evidence]:
         return []
     return [
         Evidence(
-            what=f"rank {straggler.rank} (most waited for) joins last",
-            value=straggler.turns.last / straggler.turns.joined,
-            unit=(
-                "share of collectives"
-                if not losses.at_messages
-                else "share of collectives and messages"
-            ),
+            f"rank {straggler.rank} (most waited for) joins last",
+            straggler.turns.last / straggler.turns.joined,
+            "share of collectives"
+            if not losses.at_messages
+            else "share of collectives and messages",
         ),
-        Evidence(what="waiting for it, share of all waiting", value=straggler.share, unit="share"),
-        Evidence(what=P_VALUE, value=straggler.chance, unit="probability"),
+        Evidence("waiting for it, share of all waiting", straggler.share, "share"),
+        Evidence(P_VALUE, straggler.chance, "probability"),
     ]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
-from disttrain_cli.analysis.report.words import figure, folded, scrolled, section, table
+from disttrain_cli.analysis.report.words import figure, folded, grid, scrolled, section
 from disttrain_cli.analysis.result.rows import ExpertRow
 from disttrain_cli.analysis.result.summary import Analysis
 
@@ -22,35 +22,25 @@ def experts(analysis: Analysis) -> str:
     by_module: dict[str, list[ExpertRow]] = {}
     for row in analysis.experts:
         by_module.setdefault(row.module, []).append(row)
-    rows = [
+    rows = grid(
+        analysis.experts,
         [
-            escape(row.module),
-            str(row.layer),
-            str(len(row.rows)),
-            figure(sum(row.rows) / len(row.rows)),
-            f"{row.load:.2f}",
-            str(row.fullest),
-            f"{row.in_use:.1f}",
-            "yes" if row.collapsed else "no",
-        ]
-        for row in analysis.experts
-    ]
-    header = [
-        "Module",
-        "Layer",
-        "Experts",
-        "Mean rows",
-        "Fullest ÷ mean",
-        "Expert",
-        "In use",
-        "Collapsed",
-    ]
+            ("Module", lambda row: escape(row.module)),
+            ("Layer", lambda row: str(row.layer)),
+            ("Experts", lambda row: str(len(row.rows))),
+            ("Mean rows", lambda row: figure(sum(row.rows) / len(row.rows))),
+            ("Fullest ÷ mean", lambda row: f"{row.load:.2f}"),
+            ("Expert", lambda row: str(row.fullest)),
+            ("In use", lambda row: f"{row.in_use:.1f}"),
+            ("Collapsed", lambda row: "yes" if row.collapsed else "no"),
+        ],
+    )
     return section(
         "Layer × expert",
         "Rows that chose an expert, per step over all ranks. Red experts have more than the mean of"
         " their layer, blue ones less. In use: equally full experts with the same entropy.",
         "".join(_map(module, of_module) for module, of_module in by_module.items())
-        + folded("As a table", table(header, rows)),
+        + folded("As a table", rows),
         "experts",
     )
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from disttrain_cli.analysis.report.words import figure, folded, percent, scrolled, table
+from disttrain_cli.analysis.report.words import figure, folded, grid, percent, scrolled
 
 #: Rows and columns drawn; of more replicas, those furthest from the mean.
 MOST_STAGES, MOST_REPLICAS = 48, 64
@@ -25,20 +25,17 @@ def heat_maps(cells: Sequence[dict[str, Any]]) -> str:
         drawn += _map(
             "work", cells, "normalised", "The same, relative to the time that its work should take"
         )
-    rows = [
+    figures = grid(
+        _chosen(cells),
         [
-            escape(f"{cell['unit']} · stage {cell['stage']}"),
-            str(cell["replica"]),
-            f"{figure(cell['mean_ms'])} ms",
-            percent(cell["ratio"]),
-            percent(cell["normalised"]),
-        ]
-        for cell in _chosen(cells)
-    ]
-    return drawn + folded(
-        "As a table",
-        table(["Stage", "Replica", "Compute of a slot", "÷ mean", "÷ mean, same work"], rows),
+            ("Stage", lambda cell: escape(f"{cell['unit']} · stage {cell['stage']}")),
+            ("Replica", lambda cell: str(cell["replica"])),
+            ("Compute of a slot", lambda cell: f"{figure(cell['mean_ms'])} ms"),
+            ("÷ mean", lambda cell: percent(cell["ratio"])),
+            ("÷ mean, same work", lambda cell: percent(cell["normalised"])),
+        ],
     )
+    return drawn + folded("As a table", figures)
 
 
 def _chosen(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -6,6 +6,7 @@ from html import escape
 
 from disttrain_cli.analysis.figures import agree, counted
 from disttrain_cli.analysis.report.words import (
+    card,
     figure,
     folded,
     percent,
@@ -13,7 +14,7 @@ from disttrain_cli.analysis.report.words import (
     section,
     table,
 )
-from disttrain_cli.analysis.result.rows import GROWN, Comparison, OperationRow
+from disttrain_cli.analysis.result.rows import GROWN, Comparison
 from disttrain_cli.analysis.result.summary import Analysis
 
 #: Most rows; the page states how many more are left out.
@@ -29,33 +30,21 @@ _FIGURES = {
 
 def remedies(analysis: Analysis) -> str:
     """Show savings of single changes."""
-    rows = [
+    return card(
+        "What would help",
+        "One change at a time, everything else as recorded, so savings do not add up."
+        " Estimated by replaying the recorded steps, or, for a new plan, by the planner with"
+        " this run’s times.",
+        [row for row in analysis.remedies if row.worth],
         [
-            escape(row.change),
-            f"{row.gpus:+d}" if row.gpus else "same",
-            seconds(row.step_s),
-            seconds(row.gain_s),
-            percent(row.gain_pct / 100),
-            f"<code>{escape(row.command)}</code>",
-        ]
-        for row in analysis.remedies
-        if row.worth
-    ]
-    return (
-        section(
-            "What would help",
-            "One change at a time, everything else as recorded, so savings do not add up."
-            " Estimated by replaying the recorded steps, or, for a new plan, by the planner with"
-            " this run’s times.",
-            table(
-                ["Change", "Devices", "Step", "Saved", "Share of step", "Next command"],
-                rows,
-                label="What would help",
-            ),
-            "remedies",
-        )
-        if rows
-        else ""
+            ("Change", lambda row: escape(row.change)),
+            ("Devices", lambda row: f"{row.gpus:+d}" if row.gpus else "same"),
+            ("Step", lambda row: seconds(row.step_s)),
+            ("Saved", lambda row: seconds(row.gain_s)),
+            ("Share of step", lambda row: percent(row.gain_pct / 100)),
+            ("Next command", lambda row: f"<code>{escape(row.command)}</code>"),
+        ],
+        "remedies",
     )
 
 
@@ -146,68 +135,41 @@ def predicted(analysis: Analysis) -> str:
 
 def operations(analysis: Analysis) -> str:
     """Show predictions and measurements by operation; the largest effect on a step first."""
-    rows = [_operation(row) for row in analysis.operations[1 : 1 + MOST_OPERATIONS]]
-    if not rows:
-        return ""
-    head = [
-        "Location",
-        "Operation",
-        "Plan",
-        "Profile, same work",
-        "Measured",
-        "Error",
-        "Per step",
-        "Effect",
-        "Share of step",
-    ]
-    more = len(analysis.operations) - 1 - len(rows)
+    more = len(analysis.operations) - 1 - MOST_OPERATIONS
     note = (
         f" {counted(more, 'operation')} with smaller errors {agree(more, 'is', 'are')} left out."
         if more > 0
         else ""
     )
-    rest = (
-        folded(f"{len(rows) - SHOWN} more", table(head, rows[SHOWN:])) if len(rows) > SHOWN else ""
-    )
-    return section(
+    return card(
         "Prediction and measurement by operation",
         "ms, without waiting for other ranks; sorted by the error per step, largest first. "
         f"Transfers are listed at the sending stage.{note}",
-        table(head, rows[:SHOWN], label="Prediction and measurement by operation") + rest,
+        analysis.operations[1 : 1 + MOST_OPERATIONS],
+        [
+            ("Location", lambda row: escape(row.place)),
+            ("Operation", lambda row: escape(row.operation.replace("_", " "))),
+            ("Plan", lambda row: figure(row.planned, 4)),
+            ("Profile, same work", lambda row: figure(row.predicted, 4)),
+            ("Measured", lambda row: f"<b>{figure(row.measured, 4)}</b>"),
+            ("Error", lambda row: _error(row.error_pct)),
+            ("Per step", lambda row: figure(row.per_step)),
+            ("Effect", lambda row: f"{row.effect_ms:+,.3f}"),
+            ("Share of step", lambda row: percent(row.share_of_step)),
+        ],
         "operations",
+        shown=SHOWN,
     )
-
-
-def _operation(row: OperationRow) -> list[str]:
-    return [
-        escape(row.place),
-        escape(row.operation.replace("_", " ")),
-        figure(row.planned, 4),
-        figure(row.predicted, 4),
-        f"<b>{figure(row.measured, 4)}</b>",
-        _error(row.error_pct),
-        figure(row.per_step),
-        f"{row.effect_ms:+,.3f}",
-        percent(row.share_of_step),
-    ]
 
 
 def memory(analysis: Analysis) -> str:
     """Show the rank with most memory of every stage; for other programs' traces the top ranks."""
-    rows = [
-        [
-            escape(f"{row.unit} · stage {row.stage}"),
-            f"<b>{figure(row.measured_gib)} GiB</b>",
-            *(
-                "–" if value is None else f"{figure(value)} GiB"
-                for value in (row.predicted_gib, row.limit_gib, row.outside_gib, row.reserve_gib)
-            ),
-            "–" if not row.limit_gib else percent(row.measured_gib / row.limit_gib),
-        ]
-        for row in analysis.memory
-    ]
-    if rows:
-        return section(
+
+    def gib(value: float | None) -> str:
+        return "–" if value is None else f"{figure(value)} GiB"
+
+    if analysis.memory:
+        return card(
             "Memory",
             "The rank with most memory of every stage. "
             + (
@@ -215,33 +177,29 @@ def memory(analysis: Analysis) -> str:
                 if any(row.of_process for row in analysis.memory)
                 else "The plan is for the worst sequence."
             ),
-            table(
-                [
-                    "Stage",
-                    "Peak",
-                    "Planned peak",
-                    "Limit",
-                    "Outside PyTorch's allocator",
-                    "Reserve in the plan",
+            analysis.memory,
+            [
+                ("Stage", lambda row: escape(f"{row.unit} · stage {row.stage}")),
+                ("Peak", lambda row: f"<b>{gib(row.measured_gib)}</b>"),
+                ("Planned peak", lambda row: gib(row.predicted_gib)),
+                ("Limit", lambda row: gib(row.limit_gib)),
+                ("Outside PyTorch's allocator", lambda row: gib(row.outside_gib)),
+                ("Reserve in the plan", lambda row: gib(row.reserve_gib)),
+                (
                     "Share of limit",
-                ],
-                rows,
-                label="Memory",
-            ),
+                    lambda row: percent(row.measured_gib / row.limit_gib) if row.limit_gib else "–",
+                ),
+            ],
             "memory",
         )
     held = [rank for rank in analysis.ranks if rank.memory_peak_gib is not None]
     held.sort(key=lambda rank: -(rank.memory_peak_gib or 0.0))
-    cells = [[str(rank.rank), f"{figure(rank.memory_peak_gib)} GiB"] for rank in held[:MOST_ROWS]]
-    return (
-        section(
-            "Memory",
-            "Peak memory that each rank allocated on its device, largest first.",
-            table(["Rank", "Peak"], cells, narrow=True),
-            "memory",
-        )
-        if cells
-        else ""
+    return card(
+        "Memory",
+        "Peak memory that each rank allocated on its device, largest first.",
+        held[:MOST_ROWS],
+        [("Rank", lambda rank: str(rank.rank)), ("Peak", lambda rank: gib(rank.memory_peak_gib))],
+        "memory",
     )
 
 

@@ -73,11 +73,9 @@ def dates(job: JobSummary) -> str:
 
 
 def rehearsed(job: JobSummary) -> str:
-    return (
-        f'<section class="rehearsed">{escape(job.rehearsed)}</section>'
-        if job.rehearsed is not None
-        else ""
-    )
+    if job.rehearsed is not None:
+        return f'<section class="rehearsed">{escape(job.rehearsed)}</section>'
+    return ""
 
 
 def verdict(analysis: Analysis) -> str:
@@ -284,17 +282,15 @@ def heat(pictures: Pictures) -> str:
         if any(cell["normalised"] is not None for cell in pictures.cells)
         else ""
     )
-    return (
-        section(
+    if drawn:
+        return section(
             "Stage × replica",
             "All passes of a slot, mean over the measured steps. Red is slower "
             f"than the unit’s mean, striped blue faster.{both}",
             drawn,
             "heat",
         )
-        if drawn
-        else ""
-    )
+    return ""
 
 
 def ranks_chart(analysis: Analysis) -> str:

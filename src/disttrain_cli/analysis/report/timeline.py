@@ -56,10 +56,7 @@ def drawable(database: Database, step: int, why: str, rank: int | None = None) -
         database.query("lanes", step=step),
         lambda ranks: [
             row
-            | {
-                "kind": kind_of(row["operation"]),
-                "operation": row["operation"].replace("_", " "),
-            }
+            | {"kind": kind_of(row["operation"]), "operation": row["operation"].replace("_", " ")}
             for row in database.query("timeline", step=step, ranks=ranks)
         ],
         length_us,
@@ -182,10 +179,8 @@ def drawn_lanes(
     digits = 1 if length_us < 1e6 else 0
     names = list(dict.fromkeys((bar["operation"], bar["kind"]) for _, bar in bars))
     modules = list(dict.fromkeys(bar["module"] for _, bar in bars))
-    number, module = (
-        {name: index for index, name in enumerate(names)},
-        {name: at for at, name in enumerate(modules)},
-    )
+    number = {name: index for index, name in enumerate(names)}
+    module = {name: at for at, name in enumerate(modules)}
     return {
         "length_us": length_us,
         "lanes": lanes,

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from html import escape
+from typing import TypeVar
 
 from disttrain_cli.analysis.figures import figure as figure
 from disttrain_cli.analysis.figures import seconds as seconds
+
+Row = TypeVar("Row")
+#: Columns of a table: their headers, and the cell of a row as escaped HTML.
+Columns = Sequence[tuple[str, Callable[[Row], str]]]
 
 #: Longer names are cut.
 LONGEST_NAME = 2000
@@ -54,8 +59,8 @@ def kernel(name: str) -> str:
 
     The page truncates long names, and shows them in full on hover or tap.
     """
-    whole = escape(name[:LONGEST_NAME])
-    return f'<code class="name" tabindex="0" title="{whole}">{whole}</code>'
+    full_name = escape(name[:LONGEST_NAME])
+    return f'<code class="name" tabindex="0" title="{full_name}">{full_name}</code>'
 
 
 def table(
@@ -82,6 +87,34 @@ def table(
         "</table>",
         label or ", ".join(head[:2]),
     )
+
+
+def grid(
+    rows: Sequence[Row], columns: Columns[Row], *, label: str = "", narrow: bool = False
+) -> str:
+    """Return the `table` of these columns."""
+    cells = [[cell(row) for _, cell in columns] for row in rows]
+    return table([header for header, _ in columns], cells, label=label, narrow=narrow)
+
+
+def card(
+    title: str,
+    note: str,
+    rows: Sequence[Row],
+    columns: Columns[Row],
+    name: str = "",
+    shown: int | None = None,
+) -> str:
+    """Return a `section` with a `grid`, whose rows after the first `shown` are folded.
+
+    Without rows it is empty.
+    """
+    if not rows:
+        return ""
+    body = grid(rows[:shown], columns, label=title)
+    if shown is not None and len(rows) > shown:
+        body += folded(f"{len(rows) - shown} more", grid(rows[shown:], columns))
+    return section(title, note, body, name)
 
 
 def scrolled(body: str, label: str) -> str:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from msgspec import Meta, Struct
+from msgspec import Struct
+
+from disttrain_cli.spec.meta import doc
 
 
 class CollectiveKind(Struct, frozen=True, kw_only=True):
@@ -15,25 +17,19 @@ class CollectiveKind(Struct, frozen=True, kw_only=True):
     count: int
     bytes_p50: Annotated[
         float | None,
-        Meta(
-            description=(
-                "Bytes that a rank contributes; null if neither arguments nor shapes contain them."
-            )
-        ),
+        doc("Bytes that a rank contributes; null if neither arguments nor shapes contain them."),
     ]
-    transfer_p50_us: Annotated[float, Meta(description="From the last arrival to the last end.")]
+    transfer_p50_us: Annotated[float, doc("From the last arrival to the last end.")]
     transfer_p95_us: float
     transfer_max_us: float
-    wait_p50_us: Annotated[float, Meta(description="Longest wait of a rank for the last rank.")]
+    wait_p50_us: Annotated[float, doc("Longest wait of a rank for the last rank.")]
     wait_p95_us: float
     wait_max_us: float
     bus_gbytes_s: Annotated[
         float | None,
-        Meta(
-            description=(
-                "Median bus bandwidth as defined by nccl-tests (busbw), independent of the number"
-                " of ranks."
-            )
+        doc(
+            "Median bus bandwidth as defined by nccl-tests (busbw), independent of the number of"
+            " ranks."
         ),
     ]
 
@@ -45,27 +41,23 @@ class OperatorRow(Struct, frozen=True, kw_only=True):
     shapes: str
     dtype: str | None
     count: int
-    total_us: Annotated[
-        float, Meta(description="Time of its kernels on all ranks; on a CPU, of the operator.")
-    ]
-    share: Annotated[float, Meta(description="Share of the time of all compute kernels.")]
-    flops: Annotated[float, Meta(description="FLOPs of one call, as executed.")]
-    tflops: Annotated[float | None, Meta(description="FLOPs ÷ time of its kernels, in TFLOP/s.")]
+    total_us: Annotated[float, doc("Time of its kernels on all ranks; on a CPU, of the operator.")]
+    share: Annotated[float, doc("Share of the time of all compute kernels.")]
+    flops: Annotated[float, doc("FLOPs of one call, as executed.")]
+    tflops: Annotated[float | None, doc("FLOPs ÷ time of its kernels, in TFLOP/s.")]
     flops_per_byte: Annotated[
-        float | None, Meta(description="FLOPs ÷ bytes of inputs and outputs, each counted once.")
+        float | None, doc("FLOPs ÷ bytes of inputs and outputs, each counted once.")
     ]
     roof_tflops: Annotated[
         float | None,
-        Meta(
-            description=(
-                "Roofline: the minimum of the peak and flops_per_byte × memory bandwidth; null for"
-                " a device or data type that templates/hardware.yaml lacks."
-            )
+        doc(
+            "Roofline: the minimum of the peak and flops_per_byte × memory bandwidth; null for a"
+            " device or data type that templates/hardware.yaml lacks."
         ),
     ]
     bound: Annotated[
         Literal["compute", "memory"] | None,
-        Meta(description="Bound by compute or memory, by the ridge point of the roofline."),
+        doc("Bound by compute or memory, by the ridge point of the roofline."),
     ]
 
 
@@ -73,17 +65,11 @@ class LaunchRow(Struct, frozen=True, kw_only=True):
     """Kernel launches of a rank's host over the measured steps, as in HolisticTraceAnalysis."""
 
     rank: int
-    launched: Annotated[
-        int, Meta(description="Kernels, copies and fills whose launch was recorded.")
-    ]
-    short: Annotated[
-        int, Meta(description="Kernels that are shorter than the call that launched them.")
-    ]
+    launched: Annotated[int, doc("Kernels, copies and fills whose launch was recorded.")]
+    short: Annotated[int, doc("Kernels that are shorter than the call that launched them.")]
     kernel_p50_us: float
-    call_p50_us: Annotated[float, Meta(description="Duration of the launching call.")]
-    delay_p50_us: Annotated[
-        float, Meta(description="From the end of the call to the start on the device.")
-    ]
+    call_p50_us: Annotated[float, doc("Duration of the launching call.")]
+    delay_p50_us: Annotated[float, doc("From the end of the call to the start on the device.")]
     delay_p95_us: float
     delay_max_us: float
 
@@ -94,11 +80,9 @@ class QueueRow(Struct, frozen=True, kw_only=True):
     rank: int
     stream: int
     kernels: int
-    mean: Annotated[float, Meta(description="Mean length from the first launch to the last start.")]
+    mean: Annotated[float, doc("Mean length from the first launch to the last start.")]
     longest: int
-    empty_share: Annotated[
-        float, Meta(description="Share of that time in which the queue was empty.")
-    ]
+    empty_share: Annotated[float, doc("Share of that time in which the queue was empty.")]
 
 
 class PathPart(Struct, frozen=True, kw_only=True):
@@ -106,19 +90,16 @@ class PathPart(Struct, frozen=True, kw_only=True):
 
     kind: Annotated[
         str,
-        Meta(
-            description=(
-                "compute, communication, memory or unclassified: a kernel; host: its device waited"
-                " for a launch; launch: from the call to the kernel's start, or between two"
-                " kernels."
-            )
+        doc(
+            "compute, communication, memory or unclassified: a kernel; host: its device waited for"
+            " a launch; launch: from the call to the kernel's start, or between two kernels."
         ),
     ]
     rank: int
     name: str
     count: int
     us: float
-    share: Annotated[float, Meta(description="Share of the path.")]
+    share: Annotated[float, doc("Share of the path.")]
 
 
 class CriticalPath(Struct, frozen=True, kw_only=True):
@@ -126,8 +107,8 @@ class CriticalPath(Struct, frozen=True, kw_only=True):
 
     step: int | None
     length_us: Annotated[
-        float, Meta(description="From the start of the path to the end of the step's last kernel.")
+        float, doc("From the start of the path to the end of the step's last kernel.")
     ]
-    shares: Annotated[dict[str, float], Meta(description="Shares of the path by kind.")]
-    ranks: Annotated[dict[str, float], Meta(description="Shares of the path by rank.")]
-    parts: Annotated[list[PathPart], Meta(description="Largest parts of the path.")]
+    shares: Annotated[dict[str, float], doc("Shares of the path by kind.")]
+    ranks: Annotated[dict[str, float], doc("Shares of the path by rank.")]
+    parts: Annotated[list[PathPart], doc("Largest parts of the path.")]

@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Struct
 
 from disttrain_cli.analysis.result.devices import (
     CollectiveKind,
@@ -30,6 +30,7 @@ from disttrain_cli.analysis.result.rows import (
 from disttrain_cli.analysis.result.verdicts import Cause, Remedy, Stragglers, Verdict, WhatIf
 from disttrain_cli.spec.drift import Drift
 from disttrain_cli.spec.learning import Learning
+from disttrain_cli.spec.meta import doc
 
 #: Times outside of these (2000 to 2200) do not count from 1970.
 _DATED_NS = (946_684_800 * 10**9, 7_258_118_400 * 10**9)
@@ -38,72 +39,53 @@ _DATED_NS = (946_684_800 * 10**9, 7_258_118_400 * 10**9)
 class JobSummary(Struct, frozen=True, kw_only=True):
     """The job as a whole, over the measured steps; null is what the traces lack."""
 
-    run: Annotated[str, Meta(description="Name of the analysed start of the job.")]
+    run: Annotated[str, doc("Name of the analysed start of the job.")]
     name: Annotated[
-        str, Meta(description="Name of the run's folder, or of the folder or files of the traces.")
+        str, doc("Name of the run's folder, or of the folder or files of the traces.")
     ] = ""
     recorded_at: Annotated[
         str | None,
-        Meta(
-            description=(
-                "Start of the first recorded step, UTC; null if times do not count from 1970."
-            )
-        ),
+        doc("Start of the first recorded step, UTC; null if times do not count from 1970."),
     ] = None
     rehearsed: Annotated[
-        str | None,
-        Meta(description="How emulated devices represented the cluster; null without a rehearsal."),
+        str | None, doc("How emulated devices represented the cluster; null without a rehearsal.")
     ]
     layout: Annotated[
         str | None,
-        Meta(
-            description=(
-                "Units with TP, DP and PP, in pipeline order; null for traces without units."
-            )
-        ),
+        doc("Units with TP, DP and PP, in pipeline order; null for traces without units."),
     ]
     ranks: int
-    steps: Annotated[int, Meta(description="Number of recorded steps.")]
-    steps_measured: Annotated[int, Meta(description="Number of steps that the figures cover.")]
+    steps: Annotated[int, doc("Number of recorded steps.")]
+    steps_measured: Annotated[int, doc("Number of steps that the figures cover.")]
     warmup_steps_excluded: int
     iteration_s: Annotated[
-        float | None, Meta(description="Mean time of a measured step; null if no step is marked.")
+        float | None, doc("Mean time of a measured step; null if no step is marked.")
     ]
     iteration_p50_s: float | None
     iteration_p95_s: float | None
     sequences_per_s: float | None
     mfu: Annotated[
-        float | None,
-        Meta(description="Model FLOPs ÷ (time × peak of the devices); a CPU's peak counts once."),
+        float | None, doc("Model FLOPs ÷ (time × peak of the devices); a CPU's peak counts once.")
     ]
-    bubble_fraction: Annotated[
-        float | None, Meta(description="1 − compute ÷ (ranks × window of a step).")
-    ]
+    bubble_fraction: Annotated[float | None, doc("1 − compute ÷ (ranks × window of a step).")]
     exposed_communication_fraction: Annotated[
         float | None,
-        Meta(
-            description=(
-                "Share of the ranks' time in communication not overlapped with compute; waiting for"
-                " a peer is not counted."
-            )
+        doc(
+            "Share of the ranks' time in communication not overlapped with compute; waiting for a"
+            " peer is not counted."
         ),
     ]
     time_shares: Annotated[
         dict[str, float],
-        Meta(
-            description=(
-                "Breakdown of the ranks' time: compute, and everything else by kind; empty if"
-                " unknown."
-            )
+        doc(
+            "Breakdown of the ranks' time: compute, and everything else by kind; empty if unknown."
         ),
     ]
     unclassified_fraction: Annotated[
         float | None,
-        Meta(
-            description=(
-                "Share of the kernels' time that cannot be classified as compute or communication"
-                " (it counts as compute)."
-            )
+        doc(
+            "Share of the kernels' time that cannot be classified as compute or communication (it"
+            " counts as compute)."
         ),
     ] = None
 
@@ -136,11 +118,9 @@ class Analysis(Struct, frozen=True, kw_only=True):
 
     format: Annotated[
         Literal["disttrain", "kineto", "operations"],
-        Meta(
-            description=(
-                "Format of the traces: disttrain's, Kineto/Chrome JSON, or operations in the format"
-                " of the straggler study."
-            )
+        doc(
+            "Format of the traces: disttrain's, Kineto/Chrome JSON, or operations in the format of"
+            " the straggler study."
         ),
     ]
     job: JobSummary
@@ -148,83 +128,62 @@ class Analysis(Struct, frozen=True, kw_only=True):
     stragglers: Stragglers
     verdict: Verdict
     ranks: list[RankSummary]
-    what_if: Annotated[WhatIf | None, Meta(description="Null if no step could be replayed.")]
+    what_if: Annotated[WhatIf | None, doc("Null if no step could be replayed.")]
     predicted_vs_measured: list[Comparison]
     operations: Annotated[
-        list[OperationRow],
-        Meta(description="Prediction and measurement by operation, largest error first."),
+        list[OperationRow], doc("Prediction and measurement by operation, largest error first.")
     ]
     drift: Annotated[
-        list[Drift],
-        Meta(description="Statistics of the data that differ from those that were planned for."),
+        list[Drift], doc("Statistics of the data that differ from those that were planned for.")
     ]
     slowest: list[Slowest]
     causes: Annotated[
         list[Cause],
-        Meta(
-            description=(
-                "Causes that slow a step by 1 % or more, the largest saving first; they include the"
-                " verdict's cause, if it has one. Empty if no step could be replayed."
-            )
+        doc(
+            "Causes that slow a step by 1 % or more, the largest saving first; they include the"
+            " verdict's cause, if it has one. Empty if no step could be replayed."
         ),
     ] = []
     remedies: Annotated[
         list[Remedy],
-        Meta(
-            description=(
-                "Savings of single changes, largest first; empty if no step could be replayed."
-            )
-        ),
+        doc("Savings of single changes, largest first; empty if no step could be replayed."),
     ] = []
-    clocks: Annotated[
-        list[HostClock], Meta(description="Clocks of the hosts, where there are several.")
-    ] = []
+    clocks: Annotated[list[HostClock], doc("Clocks of the hosts, where there are several.")] = []
     inside: Annotated[
-        list[InsideRow], Meta(description="By operation; empty if torch.profiler recorded no step.")
+        list[InsideRow], doc("By operation; empty if torch.profiler recorded no step.")
     ] = []
-    memory: Annotated[
-        list[MemoryRow], Meta(description="By stage; empty if memory was not recorded.")
-    ] = []
-    experts: Annotated[
-        list[ExpertRow], Meta(description="By layer; empty for models without experts.")
-    ] = []
+    memory: Annotated[list[MemoryRow], doc("By stage; empty if memory was not recorded.")] = []
+    experts: Annotated[list[ExpertRow], doc("By layer; empty for models without experts.")] = []
     collectives: Annotated[
         list[CollectiveRow],
-        Meta(
-            description=(
-                "Kineto: collectives of all ranks and messages (a send and its receive), sorted by"
-                " waiting time, longest first."
-            )
+        doc(
+            "Kineto: collectives of all ranks and messages (a send and its receive), sorted by"
+            " waiting time, longest first."
         ),
     ] = []
     kernels: Annotated[
-        list[KernelRow], Meta(description="Kineto: the kernels with the largest total time.")
+        list[KernelRow], doc("Kineto: the kernels with the largest total time.")
     ] = []
     collective_kinds: Annotated[
-        list[CollectiveKind], Meta(description="Kineto: all matched collectives, by kind.")
+        list[CollectiveKind], doc("Kineto: all matched collectives, by kind.")
     ] = []
     operators: Annotated[
         list[OperatorRow],
-        Meta(
-            description=(
-                "Kineto: operators with FLOPs and their position under the roofline, if shapes were"
-                " recorded."
-            )
+        doc(
+            "Kineto: operators with FLOPs and their position under the roofline, if shapes were"
+            " recorded."
         ),
     ] = []
-    launches: Annotated[
-        list[LaunchRow], Meta(description="Kineto: kernel launches of every rank's host.")
-    ] = []
+    launches: Annotated[list[LaunchRow], doc("Kineto: kernel launches of every rank's host.")] = []
     queues: Annotated[
-        list[QueueRow], Meta(description="Kineto: queue of launched kernels of every stream.")
+        list[QueueRow], doc("Kineto: queue of launched kernels of every stream.")
     ] = []
     critical_path: Annotated[
         CriticalPath | None,
-        Meta(description="Kineto: of the step of median length; null without device events."),
+        doc("Kineto: of the step of median length; null without device events."),
     ] = None
     learning: Annotated[
-        Learning | None,
-        Meta(description="Assessment of the loss curves; null if no losses were recorded."),
+        Learning | None, doc("Assessment of the loss curves; null if no losses were recorded.")
     ] = None
     warnings: list[str]
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from msgspec import Meta, Struct
+from msgspec import Struct
+
+from disttrain_cli.spec.meta import doc
 
 #: Remedies that save a smaller share of a step are not shown.
 LEAST_GAIN_PCT = 1.0
@@ -27,31 +29,20 @@ class Stragglers(Struct, frozen=True, kw_only=True):
 
     slowdown: Annotated[
         float | None,
-        Meta(
-            description=(
-                "Recorded step ÷ ideal step, with ideals per unit. For Kineto traces, the ideal is"
-                " compute alone."
-            )
+        doc(
+            "Recorded step ÷ ideal step, with ideals per unit. For Kineto traces, the ideal is"
+            " compute alone."
         ),
     ]
     ideal_s: float | None
     lost_s: dict[str, float] | None
     not_recorded: Annotated[
         list[str],
-        Meta(
-            description=(
-                "Keys of lost_s that these traces cannot show; their 0 is not a measurement."
-            )
-        ),
+        doc("Keys of lost_s that these traces cannot show; their 0 is not a measurement."),
     ] = []
     by_step: Annotated[
         list[StepLosses],
-        Meta(
-            description=(
-                "Replayed steps: at most 32, spread over the measured ones; empty for Kineto"
-                " traces."
-            )
-        ),
+        doc("Replayed steps: at most 32, spread over the measured ones; empty for Kineto traces."),
     ] = []
 
 
@@ -65,9 +56,7 @@ class Place(Struct, frozen=True, kw_only=True):
     unit: str | None = None
     stage: int | None = None
     replica: int | None = None
-    cp_rank: Annotated[
-        int | None, Meta(description="Null if the unit has no context parallelism.")
-    ] = None
+    cp_rank: Annotated[int | None, doc("Null if the unit has no context parallelism.")] = None
     rank: int | None = None
     host: str | None = None
 
@@ -84,7 +73,7 @@ class Place(Struct, frozen=True, kw_only=True):
         return f"stage {self.stage} · replica {self.replica}{of_cp} · rank {self.rank}"
 
 
-class Evidence(Struct, frozen=True, kw_only=True):
+class Evidence(Struct, frozen=True):
     """One measured figure behind a verdict."""
 
     what: str
@@ -95,11 +84,9 @@ class Evidence(Struct, frozen=True, kw_only=True):
     def shown(self) -> tuple[float, str]:
         """Value and unit for texts: shares in percent."""
         share = self.unit == "share" or self.unit.startswith("share of ")
-        return (
-            (100 * self.value, f"%{self.unit.removeprefix('share')}")
-            if share
-            else (self.value, self.unit)
-        )
+        if share:
+            return (100 * self.value, f"%{self.unit.removeprefix('share')}")
+        return (self.value, self.unit)
 
 
 class Verdict(Struct, frozen=True, kw_only=True):
@@ -107,27 +94,22 @@ class Verdict(Struct, frozen=True, kw_only=True):
 
     cause: Annotated[
         str,
-        Meta(
-            description=(
-                "A key of lost_s; 'experts', the part of its worker due to the rows of experts;"
-                " 'none' (no straggler) or 'unknown' (not determined)."
-            )
+        doc(
+            "A key of lost_s; 'experts', the part of its worker due to the rows of experts; 'none'"
+            " (no straggler) or 'unknown' (not determined)."
         ),
     ]
     headline: str
     place: Place
-    lost_s: Annotated[float, Meta(description="Seconds per step lost to this cause.")]
+    lost_s: Annotated[float, doc("Seconds per step lost to this cause.")]
     lost_fraction: Annotated[
-        float | None,
-        Meta(description="lost_s as a share of the step; null if no loss could be measured."),
+        float | None, doc("lost_s as a share of the step; null if no loss could be measured.")
     ] = None
     confidence: Annotated[
         float,
-        Meta(
-            description=(
-                "0 to 1: how often a verdict with such evidence is right on jobs of known cause"
-                " (docs/analysis.md)."
-            )
+        doc(
+            "0 to 1: how often a verdict with such evidence is right on jobs of known cause"
+            " (docs/analysis.md)."
         ),
     ]
     evidence: list[Evidence]
@@ -140,52 +122,37 @@ class Cause(Struct, frozen=True, kw_only=True):
 
     cause: Annotated[
         str,
-        Meta(
-            description=(
-                "A key of lost_s; 'experts', the part of its worker due to the rows of experts; or"
-                " 'unknown': others wait for ranks without traces."
-            )
+        doc(
+            "A key of lost_s; 'experts', the part of its worker due to the rows of experts; or"
+            " 'unknown': others wait for ranks without traces."
         ),
     ]
     place: Place
     places: Annotated[
         list[Place],
-        Meta(
-            description=(
-                "All ranks (or stages) of the row if it has several, for instance if only fixing"
-                " them together helps; the largest contribution first."
-            )
+        doc(
+            "All ranks (or stages) of the row if it has several, for instance if only fixing them"
+            " together helps; the largest contribution first."
         ),
     ]
-    sentence: Annotated[str, Meta(description="Description of the cause.")]
+    sentence: Annotated[str, doc("Description of the cause.")]
     gain_s: Annotated[
         float,
-        Meta(
-            description=(
-                "Seconds of a step that fixing it saves after the rows above are fixed, so that"
-                " rows add up."
-            )
+        doc(
+            "Seconds of a step that fixing it saves after the rows above are fixed, so that rows"
+            " add up."
         ),
     ]
-    gain_pct: Annotated[float, Meta(description="gain_s in percent of the recorded step.")]
+    gain_pct: Annotated[float, doc("gain_s in percent of the recorded step.")]
     alone_s: Annotated[
-        float,
-        Meta(
-            description=(
-                "Seconds that fixing only this cause saves: less if another cause hides it."
-            )
-        ),
+        float, doc("Seconds that fixing only this cause saves: less if another cause hides it.")
     ]
-    confidence: Annotated[
-        float, Meta(description="0 to 1: confidence that this saves 5 % of a step or more.")
-    ]
+    confidence: Annotated[float, doc("0 to 1: confidence that this saves 5 % of a step or more.")]
     one_event: Annotated[
         bool,
-        Meta(
-            description=(
-                "True if a single event of one step accounts for it: without that event fixing it"
-                " would save less than 5 % of a step."
-            )
+        doc(
+            "True if a single event of one step accounts for it: without that event fixing it would"
+            " save less than 5 % of a step."
         ),
     ]
     next_command: str
@@ -195,44 +162,34 @@ class WhatIf(Struct, frozen=True, kw_only=True):
     """Slowdowns in the published study's definition (ideals over all stages alike)."""
 
     slowdown: float
-    by_stage: Annotated[dict[str, float], Meta(description="By depth in the pipeline.")]
+    by_stage: Annotated[dict[str, float], doc("By depth in the pipeline.")]
     by_replica: dict[str, float]
     by_operation: dict[str, float]
     worst_workers_share: Annotated[
-        float | None,
-        Meta(description="M_W: share of the loss removed by fixing the slowest 3 % of ranks."),
+        float | None, doc("M_W: share of the loss removed by fixing the slowest 3 % of ranks.")
     ]
-    last_stage_share: Annotated[float | None, Meta(description="M_S: the same for the last stage.")]
+    last_stage_share: Annotated[float | None, doc("M_S: the same for the last stage.")]
 
 
 class Remedy(Struct, frozen=True, kw_only=True):
     """One change and its saving, everything else as recorded; savings do not add up."""
 
-    cause: Annotated[str, Meta(description="Key of lost_s that it reduces.")]
-    change: Annotated[str, Meta(description="Description of the change.")]
-    command: Annotated[str, Meta(description="Next command towards this change.")]
+    cause: Annotated[str, doc("Key of lost_s that it reduces.")]
+    change: Annotated[str, doc("Description of the change.")]
+    command: Annotated[str, doc("Next command towards this change.")]
     basis: Annotated[
         Literal["replay", "plan"],
-        Meta(
-            description=(
-                "'replay': replay of the recorded steps; 'plan': difference between the planner's"
-                " predictions for the new and the present layout, with this run's times."
-            )
+        doc(
+            "'replay': replay of the recorded steps; 'plan': difference between the planner's"
+            " predictions for the new and the present layout, with this run's times."
         ),
     ]
-    gpus: Annotated[int, Meta(description="Number of additional devices.")]
-    step_s: Annotated[
-        float, Meta(description="Step time with the change, mean over the replayed steps.")
-    ]
+    gpus: Annotated[int, doc("Number of additional devices.")]
+    step_s: Annotated[float, doc("Step time with the change, mean over the replayed steps.")]
     gain_s: float
-    gain_pct: Annotated[float, Meta(description="gain_s in percent of the recorded step.")]
+    gain_pct: Annotated[float, doc("gain_s in percent of the recorded step.")]
     at_most: Annotated[
-        bool,
-        Meta(
-            description=(
-                "True for an upper bound that no ordering reaches, as samples are not split."
-            )
-        ),
+        bool, doc("True for an upper bound that no ordering reaches, as samples are not split.")
     ]
 
     @property

@@ -60,7 +60,7 @@ def explained(verdict: Verdict, graph: StudyGraph, replays: Replays, losses: Los
             f" stages saves {even} per step."
         )
         advice, more = _stage(place, graph, even)
-        more.append(Evidence(what="saved by equally long stages", value=even_s, unit="s"))
+        more.append(Evidence("saved by equally long stages", even_s, "s"))
     elif cause == "worker":
         advice, more = _worker(place, graph)
     elif cause in ("intra_microbatch", "inter_microbatch"):
@@ -78,7 +78,7 @@ def explained(verdict: Verdict, graph: StudyGraph, replays: Replays, losses: Los
             "Check the links and other traffic on them: transfers take longer in some steps or"
             " between some ranks."
         )
-        more = [Evidence(what=f"slowdown by {slow[0]} alone", value=slow[1], unit="ratio")]
+        more = [Evidence(f"slowdown by {slow[0]} alone", slow[1], "ratio")]
     elif cause == "host":
         advice = (
             "Operations start late although their inputs are ready: check data loading, Python,"
@@ -86,13 +86,7 @@ def explained(verdict: Verdict, graph: StudyGraph, replays: Replays, losses: Los
         )
     elif cause == "none":
         advice = "Nothing to fix; more speed needs more GPUs or faster kernels."
-    more.append(
-        Evidence(
-            what="slowdown S in the study's definition",
-            value=replays.what_if.slowdown,
-            unit="ratio",
-        )
-    )
+    more.append(Evidence("slowdown S in the study's definition", replays.what_if.slowdown, "ratio"))
     return replace(
         verdict,
         headline=headline,
@@ -112,9 +106,9 @@ def _stage(place: Place, graph: StudyGraph, even: str) -> tuple[str, list[Eviden
         even: the saving of equally long stages.
     """
     stage = place.stage
-    of_stage, whole = graph.stage == stage, np.isin(graph.optype, (FORWARD, BACKWARD))
+    of_stage, passes = graph.stage == stage, np.isin(graph.optype, (FORWARD, BACKWARD))
     stages = len(np.unique(graph.stage))
-    share = 1 - graph.taken[whole].mean() / graph.taken[whole & of_stage].mean()
+    share = 1 - graph.taken[passes].mean() / graph.taken[passes & of_stage].mean()
     last = (
         " It is the last stage, which also computes the LM head and the loss."
         if stage == stages - 1
@@ -160,7 +154,7 @@ def _beside(
     groups = {name: same & mask, f"the other {others}": same & ~mask}
     ms = 1e3 * graph.trace.chunks * graph.taken
     return [
-        Evidence(what=f"{group}: {what} of a microbatch", value=float(ms[pick].mean()), unit="ms")
+        Evidence(f"{group}: {what} of a microbatch", float(ms[pick].mean()), "ms")
         for group, pick in groups.items()
         if pick.any()
     ]

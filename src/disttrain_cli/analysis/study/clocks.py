@@ -143,11 +143,9 @@ def _clips(trace: StudyTrace) -> list[int]:
 def _left(trace: StudyTrace) -> Floats:
     """Return seconds from the last rank's start of clipping to the first one's end, [steps]."""
     clips = _clips(trace)
-    return (
-        trace.end[clips].min(axis=0) - trace.start[clips].max(axis=0)
-        if clips
-        else np.zeros(len(trace.steps))
-    )
+    if clips:
+        return trace.end[clips].min(axis=0) - trace.start[clips].max(axis=0)
+    return np.zeros(len(trace.steps))
 
 
 def _contradictions(sent: Sent, left_s: Floats) -> int:

@@ -211,10 +211,8 @@ def _passes(
         leads to.
     """
     depth = _depth(trace)
-    parts, crossing = (
-        trace.chunks * (int(trace.stage.max()) + 1),
-        dict[str, list[tuple[int, int]]](),
-    )
+    parts = trace.chunks * (int(trace.stage.max()) + 1)
+    crossing = dict[str, list[tuple[int, int]]]()
     passes = sorted(
         [*kinds.get(FORWARD, []), *kinds.get(BACKWARD, [])],
         key=lambda op: (trace.start[op, 0], trace.seq[op], trace.optype[op]),
@@ -261,10 +259,8 @@ def _of_passes(
     """Return transfers of one kind, each with the index of the pass that it feeds or sends from."""
     if not any(crosses):
         return []
-    every, needed = (
-        list(range(len(passes))),
-        [number for number, does in enumerate(crosses) if does],
-    )
+    every = list(range(len(passes)))
+    needed = [number for number, does in enumerate(crosses) if does]
     if len(transfers) > len(passes) and kind.endswith("recv"):
         transfers = [one for one in transfers if trace.start[one, 0] <= trace.start[passes[-1], 0]]
     elif len(transfers) > len(passes):

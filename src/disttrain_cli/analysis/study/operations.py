@@ -5,11 +5,9 @@ from __future__ import annotations
 FORWARD, BACKWARD = "forward-compute", "backward-compute"
 TRANSFERS = ("forward-send", "forward-recv", "backward-send", "backward-recv")
 GATHER, SCATTER, SEPARATE = "params-all-gather", "grads-reduce-scatter", "separate-grads-all-reduce"
-EMBEDDING, NORM, CLIP = (
-    "embedding-grads-all-reduce",
-    "layernorm-grads-all-reduce",
-    "optimizer-clip-main-grad",
-)
+EMBEDDING = "embedding-grads-all-reduce"
+NORM = "layernorm-grads-all-reduce"
+CLIP = "optimizer-clip-main-grad"
 #: Transfers that all replicas of a stage join; clipping is joined by all stages too.
 OVER_REPLICAS = (GATHER, SCATTER, SEPARATE, CLIP)
 #: Communication, whose ideal is the median; that of other operations is the mean.

@@ -287,14 +287,14 @@ def _whole(
             "Record all ranks.",
         )
     there = there[kept][:, usual]
-    whole = there.all(axis=(0, 1))
-    if not whole.all():
-        lacking = steps[~whole].tolist()
+    complete = there.all(axis=(0, 1))
+    if not complete.all():
+        lacking = steps[~complete].tolist()
         warnings.append(
             f"{len(lacking)} step(s) lack operations that the others have and are left out: "
             f"{_listed(lacking)}"
         )
-    if not whole.any():
+    if not complete.any():
         raise DataError(
             "No step is complete: each lacks operations",
             "; ".join(warnings[-5:]),
@@ -305,7 +305,7 @@ def _whole(
             f"{int((~usual).sum())} operation(s) occur in only a few steps and are left out"
         )
     start, end, rank = (values[kept][:, usual] for values in (start, end, rank))
-    start, end = start[..., whole], end[..., whole]
+    start, end = start[..., complete], end[..., complete]
     origin = start.min(axis=(0, 1))
     start, end = ((values - origin).reshape(-1, len(origin)) for values in (start, end))
     stage, seq, chunk = (
@@ -314,7 +314,7 @@ def _whole(
     optype = names[kind[first][usual]]
     return StudyTrace(
         files=files,
-        steps=steps[whole].astype(np.int64),
+        steps=steps[complete].astype(np.int64),
         steps_recorded=recorded,
         optype=optype,
         stage=stage,
@@ -349,10 +349,10 @@ def _replica_is_whole(
     """Return True if a replica has every usual operation in most steps; else add a warning."""
     lacks = there[index].mean(axis=1) < USUAL_SHARE
     if lacks.any():
-        whole = [int(stage) for stage in np.unique(stages) if lacks[stages == stage].all()]
+        without_ranks = [int(stage) for stage in np.unique(stages) if lacks[stages == stage].all()]
         what = (
-            f"stage(s) {_listed(whole)} (ranks are missing)"
-            if whole
+            f"stage(s) {_listed(without_ranks)} (ranks are missing)"
+            if without_ranks
             else f"{int(lacks.sum())} operation(s)"
         )
         warnings.append(

@@ -230,10 +230,7 @@ def _blamed(analysis: Analysis, job: Job | None) -> tuple[list[int], tuple[objec
     cause, place = analysis.verdict.cause, analysis.verdict.place
     where = {
         one.rank: Place(
-            unit=one.unit,
-            stage=one.stage,
-            rank=one.rank,
-            host=host_of(job, one.rank, one.host),
+            unit=one.unit, stage=one.stage, rank=one.rank, host=host_of(job, one.rank, one.host)
         )
         for one in analysis.ranks
     }

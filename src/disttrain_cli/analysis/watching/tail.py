@@ -15,13 +15,7 @@ from typing import TYPE_CHECKING, Any
 from disttrain_cli.analysis.job.files import TraceFiles
 from disttrain_cli.analysis.job.fitting import fitted
 from disttrain_cli.errors import SpecError
-from disttrain_cli.spec.trace import (
-    OPEN_SEGMENT,
-    TABLES,
-    TRACE_COLUMNS,
-    Job,
-    read_job,
-)
+from disttrain_cli.spec.trace import OPEN_SEGMENT, TABLES, TRACE_COLUMNS, Job, read_job
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -183,8 +183,10 @@ def _check_there(run: Run, number: int, path: str) -> None:
         stored = read_stored(run.dir.index)
     except DisttrainError:
         return
-    given = run.file.data.sources[number].path
-    if given not in [one["path"] for one in stored.inputs["data.sources"][number : number + 1]]:
+    source_path = run.file.data.sources[number].path
+    if source_path not in [
+        one["path"] for one in stored.inputs["data.sources"][number : number + 1]
+    ]:
         return
     shards = [indexed.name for indexed in stored.files if indexed.source == number]
     alone = shards == [path.rpartition("/")[2]] and is_file(path)  # the source is a file
@@ -193,7 +195,7 @@ def _check_there(run: Run, number: int, path: str) -> None:
         lines = [f"  {printable(name)}: gone" for name in gone[:MOST_NAMED]]
         more = f"\n  and {len(gone) - MOST_NAMED} more" if len(gone) > MOST_NAMED else ""
         raise MismatchError(
-            f"Shards of {shown(given)} were removed after they were indexed",
+            f"Shards of {shown(source_path)} were removed after they were indexed",
             f"given by data.sources[{number}].path; index {stored.path}\n"
             + "\n".join(lines)
             + more,

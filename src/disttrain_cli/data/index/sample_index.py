@@ -287,11 +287,7 @@ def read_index(run: Run, inputs: ModelInputs) -> Index:
 
 
 def opened(
-    run: Run,
-    inputs: ModelInputs,
-    stored: Stored,
-    listed: Listed,
-    progress: Progress = silent,
+    run: Run, inputs: ModelInputs, stored: Stored, listed: Listed, progress: Progress = silent
 ) -> Index:
     """Open an index whose shards equal those on disk, with the samples of training drawn.
 
@@ -308,7 +304,9 @@ def opened(
     of_all = {name: columns[name] for name in (*DERIVED, *OF_PARTS, *OF_FILMS) if name in columns}
     data = run.file.data
     drawn = [counts[f"drawn {number}"] for number in range(len(data.sources))]
-    phases = [(step, weights_of(given, drawn, data.temperature)) for step, given in data.phases()]
+    phases = [
+        (step, weights_of(weights, drawn, data.temperature)) for step, weights in data.phases()
+    ]
     index = Index(
         fingerprint=_fingerprint(run, stored),
         inputs=inputs,
@@ -397,10 +395,8 @@ def drawn_index(spec: DistributionSpec, inputs: ModelInputs) -> Index:
     """Return an index of drawn documents, without files."""
     drawn = draw(spec, inputs)
     documents = len(drawn.segment_start) - 1
-    nowhere, source = (
-        np.zeros(len(drawn.kinds), dtype=np.int64),
-        np.zeros(documents, dtype=np.int64),
-    )
+    nowhere = np.zeros(len(drawn.kinds), dtype=np.int64)
+    source = np.zeros(documents, dtype=np.int64)
     return Index(
         fingerprint=drawn.fingerprint,
         inputs=inputs,

@@ -42,8 +42,8 @@ def open_index(run: Run, inputs: ModelInputs, progress: Progress = silent) -> In
     shards = listed.shards
     stored = stored_for(run, inputs, tokenizer, shards)
     if stored and states_of(shards) == [State(*indexed[:4]) for indexed in stored.files]:
-        made = made_for(run, inputs, tokenizer)
-        if extended(stored, made) == made:  # no source has another weight
+        expected = made_for(run, inputs, tokenizer)
+        if extended(stored, expected) == expected:  # no source has another weight
             index = opened(run, inputs, stored, listed, progress)
             check_bad(run, index.sample_count, index.skipped)  # the limit may have changed
             return index
@@ -81,11 +81,9 @@ def leave_out(run: Run, inputs: ModelInputs, broken: Mapping[int, Skipped]) -> I
         DataError: as `build_index`; the index is unchanged.
         MismatchError: a shard was added, removed or changed meanwhile.
     """
-    tokenizer, stored, listed = (
-        checked_tokenizer(run, inputs),
-        read_stored(run.dir.index),
-        list_shards(run),
-    )
+    tokenizer = checked_tokenizer(run, inputs)
+    stored = read_stored(run.dir.index)
+    listed = list_shards(run)
     check_files(stored, states_of(listed.shards), listed.shards)
     write_index(run, inputs, tokenizer, listed.shards, silent, stored, broken)
     return opened(run, inputs, read_stored(run.dir.index), listed)

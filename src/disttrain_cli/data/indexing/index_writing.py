@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import os
 from collections.abc import Iterator, Mapping
-from contextlib import closing
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from disttrain_cli.data.index.index_checks import (
     BadSamplesError,
@@ -21,10 +25,9 @@ from disttrain_cli.data.index.index_checks import (
     shard_label,
     states_of,
 )
-from disttrain_cli.data.index.index_file import Indexed, ShardRows, Stored, read_stored
+from disttrain_cli.data.index.index_file import Indexed, ShardRows, Stored, read_stored, schema
 from disttrain_cli.data.index.row_arrays import flat, samples_of
 from disttrain_cli.data.indexing.index_rows import digest
-from disttrain_cli.data.indexing.index_writer import writing_index
 from disttrain_cli.data.indexing.lost_samples import NO_SHARD, ReadShard, lost_samples
 from disttrain_cli.data.indexing.reading_shards import Share, in_order, read_share
 from disttrain_cli.data.indexing.shard_files import Job, drop_files, parts_of_job, paths_of
@@ -32,10 +35,14 @@ from disttrain_cli.data.sources import Shard, Skipped
 from disttrain_cli.data.tokenizer import Tokenizer
 from disttrain_cli.data.videos import check_installed
 from disttrain_cli.errors import DataError, MismatchError
-from disttrain_cli.spec.index import INDEX_VERSION
+from disttrain_cli.spec.index import COLUMNS, INDEX_VERSION
 from disttrain_cli.spec.inputs import ModelInputs
 from disttrain_cli.spec.progress import Progress, silent
 from disttrain_cli.spec.runfile import Run
+from disttrain_cli.spec.whole import whole_file
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 
 def stored_for(
@@ -157,8 +164,8 @@ def _without(
 
 def _read_shard(run: Run, job: Job, samples: int, skipped: list[Skipped]) -> ReadShard:
     state, shard = job.state, job.shard
-    given = run.file.data.sources[state.source].path
-    alone = shard.path in (given, str(run.resolve(given)))
+    source_path = run.file.data.sources[state.source].path
+    alone = shard.path in (source_path, str(run.resolve(source_path)))
     return ReadShard(state.source, shard, job.label, state.size, samples, skipped, alone)
 
 
@@ -180,3 +187,62 @@ def _content_fingerprint(run: Run, tokenizer: Tokenizer, files: list[Indexed]) -
     ]
     content = json.dumps([INDEX_VERSION, tokenizer.fingerprint, weights, shards])
     return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+
+class IndexWriter:
+    """Writer of the rows of one shard after the other; created by `writing_index`."""
+
+    def __init__(self, file: Any) -> None:
+        import pyarrow.parquet as pq
+
+        self._file, self._count = file, 0
+        self._schema = schema()
+        self._writer = pq.ParquetWriter(file, self._schema, compression="zstd")
+
+    def add(self, source: int, name: str, rows: pa.Table) -> None:
+        """Append the rows of a shard, with new columns of the sample's number and shard."""
+        import numpy as np
+        import pyarrow as pa
+
+        if not len(rows):
+            return
+        numbers = pa.array(np.arange(self._count, self._count + len(rows), dtype=np.int64))
+        head = [
+            numbers,
+            pa.repeat(pa.scalar(source, pa.int32()), len(rows)),
+            pa.repeat(pa.scalar(name), len(rows)),
+        ]
+        table = pa.table(
+            [*head, *(rows.column(column) for column in COLUMNS[3:])], schema=self._schema
+        )
+        self._writer.write_table(table, row_group_size=len(rows))
+        self._count += len(rows)
+
+    def close(self, metadata: dict[str, Any]) -> None:
+        """Write the metadata of the index, and sync the file to disk."""
+        self._writer.add_key_value_metadata(
+            {key: json.dumps(value) for key, value in metadata.items()}
+        )
+        self._writer.close()
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def drop(self) -> None:
+        """Close the Parquet writer; errors of a file that is discarded are ignored."""
+        with contextlib.suppress(OSError):
+            self._writer.close()
+
+
+@contextmanager
+def writing_index(path: Path) -> Iterator[IndexWriter]:
+    """Yield a writer whose file replaces the index at the end; on any failure, the old index stays.
+
+    Raises:
+        SpecError: the index cannot be written (missing permission, disk full).
+    """
+    with whole_file(path) as file:
+        writer = IndexWriter(file)
+        try:
+            yield writer
+        finally:
+            writer.drop()

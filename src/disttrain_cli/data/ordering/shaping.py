@@ -56,7 +56,12 @@ def shape(pipeline: Pipeline, units: Sequence[Shaped]) -> Floats:
     """
     every = len(pipeline.forward_s)
     slots = min(every, max(LEAST_SLOTS, SLOTS_PER_STAGE * len(pipeline.replicas)))
-    pipeline = _first_slots(pipeline, slots)
+    pipeline = dataclasses.replace(
+        pipeline,
+        forward_s=pipeline.forward_s[:slots],
+        backward_s=pipeline.backward_s[:slots],
+        weight_s=None if pipeline.weight_s is None else pipeline.weight_s[:slots],
+    )
     weights = np.ones((slots, len(units)))
     best_s = float(_times_s(pipeline, units, weights[None])[0])
     ends = min(slots, 2 * (ENDS + len(pipeline.replicas) // 2))
@@ -75,16 +80,6 @@ def shape(pipeline: Pipeline, units: Sequence[Shaped]) -> Floats:
                 break
             weights, best_s = candidates[chosen], float(times_s[chosen])
     return np.insert(weights, [(slots + 1) // 2] * (every - slots), 1.0, axis=0)
-
-
-def _first_slots(pipeline: Pipeline, slots: int) -> Pipeline:
-    """Return the pipeline with its first `slots` slots."""
-    return dataclasses.replace(
-        pipeline,
-        forward_s=pipeline.forward_s[:slots],
-        backward_s=pipeline.backward_s[:slots],
-        weight_s=None if pipeline.weight_s is None else pipeline.weight_s[:slots],
-    )
 
 
 def _moved(weights: Floats, number: int, free: Ints, size: float, unit: Shaped) -> Floats:

@@ -18,10 +18,8 @@ from disttrain_cli.data.serving.process import Task
 from disttrain_cli.errors import DisttrainError, UsageError
 
 POLL_S = 0.1
-FIRST_PAUSE_S, LONGEST_PAUSE_S = (
-    0.5,
-    15.0,
-)  # before a restart; doubled when a worker ends soon again
+FIRST_PAUSE_S = 0.5
+LONGEST_PAUSE_S = 15.0  # before a restart; doubled when a worker ends soon again
 HEALTHY_S = 60.0  # after this time, the pause before a restart is the first one again
 GRACE_S = 5.0
 

@@ -124,11 +124,9 @@ def _read_messages(chunks: Iterator[Any]) -> tuple[dict[str, Any], dict[str, Any
     about = json.loads(header.to_pybytes())
 
     def read(described: Any) -> Any:
-        return (
-            [_read(one, chunks) for one in described]
-            if isinstance(described, list)
-            else _read(described, chunks)
-        )
+        if isinstance(described, list):
+            return [_read(one, chunks) for one in described]
+        return _read(described, chunks)
 
     fields = {name: read(described) for name, described in about["tensors"].items()}
     for _ in chunks:

@@ -431,9 +431,9 @@ def _listed(record: dict[str, Any], fields: Sequence[str]) -> list[str]:
     """Return the names in these fields, which must agree."""
     found: list[str] = []
     for field in fields:
-        if not (given := record.get(field)):
+        if not (value := record.get(field)):
             continue
-        names = given if isinstance(given, list) else [given]
+        names = value if isinstance(value, list) else [value]
         names = [_path(name) for name in names]
         if not all(isinstance(name, str) for name in names):
             raise ValueError(f"`{field}` must be a name or a list of names")
@@ -503,16 +503,16 @@ def _turns(record: dict[str, Any]) -> list[Turn]:
 
 
 def _turn(turn: Any, where: str) -> Turn:
-    given = (
+    fields = (
         {key: value for key, value in turn.items() if value is not None}
         if isinstance(turn, dict)
         else {}
     )
-    who, said = given.get("from", given.get("role")), given.get("value", given.get("content"))
+    who, said = fields.get("from", fields.get("role")), fields.get("value", fields.get("content"))
     role = ROLES.get(who, who) if isinstance(who, str) else None
-    flagged = not given.keys() <= WORDS
+    flagged = not fields.keys() <= WORDS
     if flagged:
-        check_turn(given, where)
+        check_turn(fields, where)
     if role not in BEFORE or not isinstance(said, str | list):
         known = "system, human, gpt, user, assistant"
         if isinstance(who, str) and role not in BEFORE:
@@ -522,7 +522,7 @@ def _turn(turn: Any, where: str) -> Turn:
             " list of texts and images)"
         )
     for one, other in (("from", "role"), ("value", "content")):
-        if given.get(one, given.get(other)) != given.get(other, given.get(one)):
+        if fields.get(one, fields.get(other)) != fields.get(other, fields.get(one)):
             raise ValueError(f"{where} has a `{one}` and another `{other}`")
     parts = [said] if isinstance(said, str) else said
     read = [read_part(part, where) for part in parts]
@@ -535,9 +535,9 @@ def _turn(turn: Any, where: str) -> Turn:
             )
     files = [part for part in read if not isinstance(part, str)]
     others = {}
-    if not given.keys() <= SAID:
-        others = {key: given[key] for key in given.keys() - SAID}
-    trained = not flagged or is_trained(given, role, where)
+    if not fields.keys() <= SAID:
+        others = {key: fields[key] for key in fields.keys() - SAID}
+    trained = not flagged or is_trained(fields, role, where)
     return Turn(role, texts, files, isinstance(said, list), others, trained, _budgets(read))
 
 

@@ -38,10 +38,10 @@ def read_part(part: Any, where: str) -> str | PartFile:
     """
     if isinstance(part, str):
         return clean(part)
-    given = part if isinstance(part, dict) else {}
-    types = [key for key in TYPES if holds(given.get(key))]
-    type_ = given.get("type") or (types[0] if len(types) == 1 else "text" if not types else None)
-    if type_ == "text" and isinstance(text := given.get("text"), str):
+    fields = part if isinstance(part, dict) else {}
+    types = [key for key in TYPES if holds(fields.get(key))]
+    type_ = fields.get("type") or (types[0] if len(types) == 1 else "text" if not types else None)
+    if type_ == "text" and isinstance(text := fields.get("text"), str):
         if other := next((key for key in types if key != "text"), None):
             raise ValueError(f"{where} has a part with `text` and `{other}`: write two parts")
         return clean(text)
@@ -52,13 +52,13 @@ def read_part(part: Any, where: str) -> str | PartFile:
     media = MEDIA_OF[type_]
     if other := next((key for key in types if MEDIA_OF.get(key) != media), None):
         raise ValueError(f"{where} has a part with `{type_}` and `{other}`: write two parts")
-    chosen = [key for key in OF_FRAMES if given.get(key) is not None] if media == "video" else []
+    chosen = [key for key in OF_FRAMES if fields.get(key) is not None] if media == "video" else []
     if chosen:
         raise ValueError(
             f"{where} has a video with `{chosen[0]}`, which is not supported (data.video is)"
         )
-    file = _file(given, media, where)
-    return file._replace(budget=budget_of(given, where)) if media == "image" else file
+    file = _file(fields, media, where)
+    return file._replace(budget=budget_of(fields, where)) if media == "image" else file
 
 
 def _file(part: Mapping[str, Any], media: str, where: str) -> PartFile:

@@ -30,15 +30,15 @@ def declared_splits(path: str, files: Sequence[str]) -> dict[str, Splits]:
     default = [
         one for one in configs if one.get("default") is True or one.get("config_name") == DEFAULT
     ]
-    made = dict[str, Splits]()
+    by_config = dict[str, Splits]()
     for number, config in enumerate(default[:1] or configs):
         splits = Splits()
         for split, pattern in _patterns(config):
             matches = _regex(pattern).fullmatch
             splits.setdefault(split, []).extend(filter(matches, files))
         if splits:
-            made[str(config.get("config_name", number))] = splits
-    return made
+            by_config[str(config.get("config_name", number))] = splits
+    return by_config
 
 
 def _configs(path: str) -> list[dict[str, Any]]:
@@ -54,11 +54,11 @@ def _configs(path: str) -> list[dict[str, Any]]:
 
 def _patterns(config: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield (split, pattern of its files)."""
-    given, folder = config.get("data_files"), config.get("data_dir")
+    files, folder = config.get("data_files"), config.get("data_dir")
     below = f"{folder.strip('/')}/" if isinstance(folder, str) and folder.strip("/.") else ""
-    if isinstance(given, dict):
-        given = [{"split": split, "path": paths} for split, paths in given.items()]
-    for one in given if isinstance(given, list) else [given]:
+    if isinstance(files, dict):
+        files = [{"split": split, "path": paths} for split, paths in files.items()]
+    for one in files if isinstance(files, list) else [files]:
         split, paths = "train", one
         if isinstance(one, dict):
             split, paths = str(one.get("split", split)), one.get("path")
@@ -69,13 +69,13 @@ def _patterns(config: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 def _regex(pattern: str) -> re.Pattern[str]:
     """Return the regular expression of a glob, as fsspec interprets it."""
-    made, at = "", 0
+    expression, at = "", 0
     for glob in GLOB.finditer(pattern):
-        made += re.escape(pattern[at : glob.start()])
+        expression += re.escape(pattern[at : glob.start()])
         kind = glob.lastindex or 0
-        made += glob[0].replace("[!", "[^") if kind > len(GLOBS) else GLOBS[kind - 1]
+        expression += glob[0].replace("[!", "[^") if kind > len(GLOBS) else GLOBS[kind - 1]
         at = glob.end()
     try:
-        return re.compile(made + re.escape(pattern[at:]))
+        return re.compile(expression + re.escape(pattern[at:]))
     except re.error:
         return re.compile(re.escape(pattern))

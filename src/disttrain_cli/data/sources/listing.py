@@ -249,10 +249,7 @@ def _not_read(unread: Unread) -> list[str]:
 
 
 def _by_split(
-    names: Sequence[str],
-    split_of: Mapping[str, str | None],
-    validation: bool,
-    ambiguous: Ambiguous,
+    names: Sequence[str], split_of: Mapping[str, str | None], validation: bool, ambiguous: Ambiguous
 ) -> tuple[list[str], list[str], Unread, list[str]]:
     """Return (files to train on, files held out, unread files, notes about the others), by split.
 

@@ -23,13 +23,13 @@ def budget_of(part: Mapping[str, Any], where: str) -> PixelBudget | None:
         ValueError: a value is no number of pixels.
     """
     nested = (part.get(name) for name in ("image", "image_url"))
-    given = {
+    bounds = {
         key: _pixels(mapping[key], key, where)
         for mapping in (part, *(one for one in nested if isinstance(one, Mapping)))
         for key in KEYS & mapping.keys()
         if mapping[key] is not None
     }
-    return PixelBudget(**given) if given else None
+    return PixelBudget(**bounds) if bounds else None
 
 
 def _pixels(value: Any, key: str, where: str) -> int:

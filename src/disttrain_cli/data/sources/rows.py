@@ -25,12 +25,7 @@ from disttrain_cli.data.sources.chats import (
     texts_of,
     unread_keys,
 )
-from disttrain_cli.data.sources.columns import (
-    LISTS,
-    PAIRS,
-    Columns,
-    is_list,
-)
+from disttrain_cli.data.sources.columns import LISTS, PAIRS, Columns, is_list
 from disttrain_cli.data.sources.files import missing_file
 from disttrain_cli.data.sources.refusals import check_text
 from disttrain_cli.data.sources.samples import (
@@ -170,11 +165,11 @@ def _check_null(batch: pa.RecordBatch, columns: Columns, media: str, row: int) -
     Its path is given, or it is in a list, where the indices of later files would change.
     """
     name = columns.files[media]
-    given = _value(batch.column(name)[row])
-    if isinstance(given, list):
-        at = next(at for at, one in enumerate(given) if _bytes(one) is None)
+    value = _value(batch.column(name)[row])
+    if isinstance(value, list):
+        at = next(at for at, one in enumerate(value) if _bytes(one) is None)
         raise ValueError(f"`{name}[{at}]` is null or has no bytes: {media}s are numbered by it")
-    if holds(given):
+    if holds(value):
         raise ValueError(f"the {MEDIA[media].what} is missing")
 
 
@@ -342,8 +337,8 @@ def _conversation(text: str) -> dict[str, Any] | None:
 
 def _row(columns: Columns, said: dict[str, Any], cells: Sequence[Any]) -> Row:
     """Return the row of a text that consists of turns, with the row's files."""
-    given = zip(columns.files, cells, strict=False)
-    files = {name: {"0": cell} for name, cell in given if cell is not None}
+    pairs = zip(columns.files, cells, strict=False)
+    files = {name: {"0": cell} for name, cell in pairs if cell is not None}
     if other := next((name for name in files if name not in ("image", "video")), None):
         raise ValueError(f"`{columns.files[other]}`: audio next to turns is not read from tables")
     return Row(said, {name: files.get(name, {}) for name in ("image", "video")})
@@ -448,14 +443,11 @@ def _sample(
     for name, at, value in cells:
         place = Location(row, at)
         if name:
-            segments.append(file_segment(KINDS[MEDIA[name].item], place, _numbers(name, value)))
+            numbers = MEDIA[name].read_sizes(partial(_part, value), len(value))
+            segments.append(file_segment(KINDS[MEDIA[name].item], place, numbers))
         else:
             segments.append(Segment(TEXT, place, _text(value), trained=True))
     return Sample(key, segments, columns.unread)
-
-
-def _numbers(name: str, value: memoryview) -> Numbers:
-    return MEDIA[name].read_sizes(partial(_part, value), len(value))
 
 
 def _text(value: memoryview) -> str:

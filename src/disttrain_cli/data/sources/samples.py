@@ -162,7 +162,7 @@ class Compact(NamedTuple):
     def samples(self) -> list[Sample]:
         """The samples, with an object for each segment."""
         texts, numbers, records = iter(self.texts), iter(self.files), iter(self.records)
-        made = list[Sample]()
+        samples = list[Sample]()
         for key in self.keys:
             record, segments = Location(*islice(records, 2)), list[Segment]()
             for one in self.form:
@@ -172,8 +172,8 @@ class Compact(NamedTuple):
                 else:
                     flags = bool(one & TRAINED), bool(one & ENDED)
                     segments.append(Segment(TEXT, record, next(texts), 0, 0, *flags))
-            made.append(Sample(key, segments, self.unread))
-        return made
+            samples.append(Sample(key, segments, self.unread))
+        return samples
 
 
 class Part(NamedTuple):

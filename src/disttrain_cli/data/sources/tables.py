@@ -107,7 +107,7 @@ class ParquetShard:
                     table = self._file.read_row_group(group, columns=[column])
                     self._cache.keep(key, table)
         first = self._ends[group - 1] if group else 0
-        return _only(table.column(0).slice(row - first, 1))
+        return next(chunk for chunk in table.column(0).slice(row - first, 1).chunks if len(chunk))
 
 
 class ArrowShard:
@@ -376,8 +376,3 @@ def _arrow_batches(path: str, label: str = "") -> Iterator[pa.RecordBatch | Skip
         else:  # all batches of a file but the last have as many rows
             lost = -(-rows * (batches - read) // read) if read else None
             yield Skipped(label, "", reason, lost, size, cut=True)
-
-
-def _only(column: pa.ChunkedArray) -> pa.Array:
-    """Return the chunk of a column's only row."""
-    return next(chunk for chunk in column.chunks if len(chunk))

@@ -86,11 +86,11 @@ def _of_pair(pair: Mapping[str, Any], before: list[Any]) -> list[dict[str, Any]]
         before: the turns before the pair.
     """
     turns: list[dict[str, Any]] = [{"role": side, "content": pair[side]} for side in PAIR]
-    given = {key: value for key, value in pair.items() if value is not None}
-    turns[1] |= {key: given[key] for key in given.keys() - {"system", "role", "content", *PAIR}}
+    values = {key: value for key, value in pair.items() if value is not None}
+    turns[1] |= {key: values[key] for key in values.keys() - {"system", "role", "content", *PAIR}}
     systems = [turn["content"] for turn in before if turn.get("role") == "system"]
-    if given.get("system") and systems[-1:] != [given["system"]]:
-        turns.insert(0, {"role": "system", "content": given["system"]})
+    if values.get("system") and systems[-1:] != [values["system"]]:
+        turns.insert(0, {"role": "system", "content": values["system"]})
     return turns
 
 

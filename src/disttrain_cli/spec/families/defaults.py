@@ -39,13 +39,7 @@ _SPLIT = {
     "max_image_size": {"longest_edge": 364},
     "do_image_splitting": True,
 }
-_VIDEO = {
-    **_EVERY,
-    "temporal_patch_size": 2,
-    "merge_size": 2,
-    "min_frames": 4,
-    "max_frames": 768,
-}
+_VIDEO = {**_EVERY, "temporal_patch_size": 2, "merge_size": 2, "min_frames": 4, "max_frames": 768}
 
 #: By class of an image processor.
 IMAGE_PROCESSORS: Mapping[str, Mapping[str, Any]] = {

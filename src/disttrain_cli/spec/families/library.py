@@ -69,10 +69,7 @@ def library_family(model_type: str, hears: bool = False) -> Family | None:
             _tower("audio", heard) if sees else _tower("audio", {"": base}, (f"{llm}.",))
         )
     return Family(
-        modules={
-            **modules,
-            "llm": Module("llm", "text_config", names=names),
-        },
+        modules={**modules, "llm": Module("llm", "text_config", names=names)},
         joins=lambda path, config: {name: {"projector": "none"} for name in modules},  # their own
         processor=_no_rule,
         image_processors=(),

@@ -14,12 +14,7 @@ from typing import Any
 
 from disttrain_cli.spec.families.defaults import IMAGE_PROCESSORS, completed
 from disttrain_cli.spec.families.family import Family, Fields, Module, feature_layer, only
-from disttrain_cli.spec.families.processors import (
-    AGAIN,
-    NESTED,
-    cropped_or_stretched,
-    refused,
-)
+from disttrain_cli.spec.families.processors import AGAIN, NESTED, cropped_or_stretched, refused
 from disttrain_cli.spec.families.tilings import joined
 from disttrain_cli.spec.files import parse_json
 from disttrain_cli.spec.image_processor import ImageProcessor
@@ -92,11 +87,7 @@ def _tiles(defaults: Fields, path: Path, fields: Fields) -> ImageProcessor:
 
 
 def _family(
-    tower: str,
-    llm: str,
-    defaults: Fields,
-    processor: Processor,
-    processors: tuple[str, ...],
+    tower: str, llm: str, defaults: Fields, processor: Processor, processors: tuple[str, ...]
 ) -> Family:
     tiled = "image_grid_pinpoints" in defaults
     newline = {"image_newline": "model.image_newline"} if tiled else {}
@@ -136,11 +127,7 @@ FAMILY = _family(
     ("LlavaImageProcessor", "CLIPImageProcessor", "SiglipImageProcessor"),
 )
 LLAVA_NEXT = _family(
-    "clip_vision_model",
-    "llama",
-    NEXT,
-    partial(_tiles, NEXT),
-    ("LlavaNextImageProcessor",),
+    "clip_vision_model", "llama", NEXT, partial(_tiles, NEXT), ("LlavaNextImageProcessor",)
 )
 LLAVA_ONEVISION = _family(
     "siglip_vision_model",

@@ -6,14 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from disttrain_cli.spec.families.family import Fields
-from disttrain_cli.spec.families.processors import (
-    NESTED,
-    refuse,
-    refused,
-    resample,
-    sides,
-    whole,
-)
+from disttrain_cli.spec.families.processors import NESTED, refuse, refused, resample, sides, whole
 from disttrain_cli.spec.files import parse_json
 from disttrain_cli.spec.image_processor import ImageProcessor
 from disttrain_cli.spec.joined_tiles import JoinedTiles

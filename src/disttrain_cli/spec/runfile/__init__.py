@@ -38,8 +38,7 @@ class RunFile(Strict):
 
     version: Literal[1] = Field(1, description="Version of this format.")
     name: Annotated[
-        str,
-        Form(r"^[A-Za-z0-9][A-Za-z0-9._-]*$", "letters, digits, . _ and -, not a sign first"),
+        str, Form(r"^[A-Za-z0-9][A-Za-z0-9._-]*$", "letters, digits, . _ and -, not a sign first")
     ] = Field(
         max_length=100,
         description="Name of the run's folder under runs/, of at most 100 characters.",

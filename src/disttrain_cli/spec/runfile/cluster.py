@@ -45,9 +45,8 @@ class LinkSpec(Strict):
         None,
         ge=1e-3,
         le=1e6,
-        description=(
-            "Bandwidth inside a node (NVLink or similar); by default that of the catalogue."
-        ),
+        description="Bandwidth inside a node (NVLink or similar); by default that of the"
+        " catalogue.",
     )
     inter_node_gbps: float = Field(
         100.0,
@@ -94,8 +93,7 @@ class SlurmSpec(Strict):
 
     partition: SlurmWord | None = Field(None, description="Partition of the GPU nodes.")
     cpu_partition: SlurmWord | None = Field(
-        None,
-        description="Partition of the preprocessing nodes; by default that of the GPU nodes.",
+        None, description="Partition of the preprocessing nodes; by default that of the GPU nodes."
     )
     account: SlurmWord | None = Field(None, description="Account to charge.")
     qos: SlurmWord | None = Field(None, description="Quality of service.")
@@ -108,10 +106,7 @@ class SlurmSpec(Strict):
             ),
         ]
         | None
-    ) = Field(
-        None,
-        description="Time limit in Slurm's format, such as 1-12:00:00.",
-    )
+    ) = Field(None, description="Time limit in Slurm's format, such as 1-12:00:00.")
     signal_s: int = Field(
         300,
         ge=10,
@@ -124,11 +119,9 @@ class SlurmSpec(Strict):
         | None
     ) = Field(
         0,
-        description=(
-            "Memory of each GPU node in Slurm's format, such as 500G (--mem); 0 is all of the"
-            " node's memory, null is the cluster's default. Preprocessing nodes get all of theirs,"
-            " unless null."
-        ),
+        description="Memory of each GPU node in Slurm's format, such as 500G (--mem); 0 is all of"
+        " the node's memory, null is the cluster's default. Preprocessing nodes get all of theirs,"
+        " unless null.",
     )
     options: list[
         Annotated[str, Form(rf"^--[a-z][a-z-]*(={_WORD})?$", "--option or --option=value")]
@@ -138,10 +131,8 @@ class SlurmSpec(Strict):
     )
     setup: str | None = Field(
         None,
-        description=(
-            "Shell script, relative to the run file, that is sourced first, for modules and"
-            " environments."
-        ),
+        description="Shell script, relative to the run file, that is sourced first, for modules"
+        " and environments.",
     )
 
     @model_validator(mode="after")
@@ -178,24 +169,18 @@ class ClusterSpec(Strict):
         1,
         ge=1,
         le=64,
-        description=(
-            "Number of ranks that share each GPU of one machine over NCCL, to test layouts of"
-            " several ranks on few GPUs: slow, not for measurements. They count as `gpus_per_node`."
-        ),
+        description="Number of ranks that share each GPU of one machine over NCCL, to test layouts"
+        " of several ranks on few GPUs: slow, not for measurements. They count as `gpus_per_node`.",
     )
     device: Annotated[str, DEVICE] = Field(
         "auto",
-        description=(
-            "auto, cpu, cuda, or analytic:NAME for a device of the hardware catalogue that is not"
-            " available here."
-        ),
+        description="auto, cpu, cuda, or analytic:NAME for a device of the hardware catalogue that"
+        " is not available here.",
     )
     flash_attention: Literal["auto", 2, 4] = Field(
         "auto",
-        description=(
-            "Version of flash attention in bf16: 4 needs the extra flash and a Hopper or Blackwell"
-            " GPU; auto: 4 on a measured device that has it, else 2."
-        ),
+        description="Version of flash attention in bf16: 4 needs the extra flash and a Hopper or"
+        " Blackwell GPU; auto: 4 on a measured device that has it, else 2.",
     )
     memory_gib: float | None = Field(
         None, ge=1e-3, le=1e6, description="Memory of one device; measured by default."
@@ -204,10 +189,8 @@ class ClusterSpec(Strict):
         0.0,
         ge=0,
         le=1e6,
-        description=(
-            "Memory of each device that plans leave free, in addition to the stated reserves; a"
-            " plan with less than 3 % free reports it."
-        ),
+        description="Memory of each device that plans leave free, in addition to the stated"
+        " reserves; a plan with less than 3 % free reports it.",
     )
     peak_tflops: float | None = Field(
         None,
@@ -222,21 +205,17 @@ class ClusterSpec(Strict):
         None,
         ge=1,
         le=MOST_GPUS,
-        description=(
-            "Cores of one GPU node; each rank of an emitted job gets its device's share of them,"
-            " by default as many as it needs."
-        ),
+        description="Cores of one GPU node; each rank of an emitted job gets its device's share of"
+        " them, by default as many as it needs.",
     )
     cpu_node_cores: int = Field(
         64, ge=1, le=MOST_GPUS, description="Cores of one preprocessing node."
     )
     price_per_gpu_hour: Price | dict[str, Price] | str | None = Field(
         None,
-        description=(
-            "Price of one device per hour, in any one currency: the price of `device`, a mapping"
-            " of devices to prices, or a YAML file with such a mapping, relative to the run file;"
-            " for `disttrain plan --gpus 8,16 --device H100,B200`."
-        ),
+        description="Price of one device per hour, in any one currency: the price of `device`, a"
+        " mapping of devices to prices, or a YAML file with such a mapping, relative to the run"
+        " file; for `disttrain plan --gpus 8,16 --device H100,B200`.",
     )
     cpu_nodes: int = Field(
         0,
@@ -246,27 +225,21 @@ class ClusterSpec(Strict):
     )
     hostfile: str | None = Field(
         None,
-        description=(
-            "DeepSpeed hostfile (lines such as 'worker-1 slots=8'), relative to the run file: the"
-            " hosts of --emit torchrun."
-        ),
+        description="DeepSpeed hostfile (lines such as 'worker-1 slots=8'), relative to the run"
+        " file: the hosts of --emit torchrun.",
     )
     port: int = Field(
         29500,
         ge=1024,
         le=65535,
-        description=(
-            "Rendezvous port on the first host for ranks of several hosts; scripts that restart"
-            " ranks use the next port."
-        ),
+        description="Rendezvous port on the first host for ranks of several hosts; scripts that"
+        " restart ranks use the next port.",
     )
     interface: (
         Annotated[str, Form(r"^[A-Za-z0-9_.=^,-]+$", "letters, digits and _ . = ^ , -")] | None
     ) = Field(
         None,
-        description=(
-            "Network interface of NCCL and gloo between hosts; by default they choose one."
-        ),
+        description="Network interface of NCCL and gloo between hosts; by default they choose one.",
     )
     slurm: SlurmSpec = Field(
         default_factory=SlurmSpec, description="For `disttrain train --emit slurm`."

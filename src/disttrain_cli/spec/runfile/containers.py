@@ -133,10 +133,8 @@ class PodPatch(Strict):
     )
     spec: Annotated[dict[str, Any], AfterValidator(_check_types)] = Field(
         default_factory=dict,
-        description=(
-            "Fields of a PodSpec (core/v1), such as tolerations; entries of `containers` are"
-            " named ranks or data."
-        ),
+        description="Fields of a PodSpec (core/v1), such as tolerations; entries of `containers`"
+        " are named ranks or data.",
     )
 
 
@@ -153,16 +151,13 @@ class KubernetesSpec(Strict):
     )
     claim: DnsName | None = Field(
         None,
-        description=(
-            "Persistent volume claim (ReadWriteMany) that holds the run file, runs/ and the data."
-        ),
+        description="Persistent volume claim (ReadWriteMany) that holds the run file, runs/ and"
+        " the data.",
     )
     mount: Folder | None = Field(
         None,
-        description=(
-            "Folder where the pods mount the claim; it must also exist where --emit runs, which"
-            " writes absolute paths."
-        ),
+        description="Folder where the pods mount the claim; it must also exist where --emit runs,"
+        " which writes absolute paths.",
     )
     queue: Namespace | None = Field(
         None, description="Kueue's LocalQueue; by default no label is set."
@@ -175,38 +170,29 @@ class KubernetesSpec(Strict):
     )
     resources: dict[Resource, Annotated[int, Field(ge=0)] | Quantity] = Field(
         default_factory=dict,
-        description=(
-            "Additional resources of every pod with ranks, requested and limited, such as memory:"
-            " 1500Gi or rdma/ib: 8; cpu replaces the number of cores determined for the ranks."
-        ),
+        description="Additional resources of every pod with ranks, requested and limited, such as"
+        " memory: 1500Gi or rdma/ib: 8; cpu replaces the number of cores determined for the ranks.",
     )
     grace_s: int = Field(
         300,
         ge=10,
         le=86_400,
-        description=(
-            "Grace period in seconds in which pods end their step and write a checkpoint when they"
-            " are terminated."
-        ),
+        description="Grace period in seconds in which pods end their step and write a checkpoint"
+        " when they are terminated.",
     )
     tls_secret: DnsName | None = Field(
         None,
-        description=(
-            "Secret with ca.crt, tls.crt and tls.key, mounted at preprocess.tls_ca, tls_cert and"
-            " tls_key."
-        ),
+        description="Secret with ca.crt, tls.crt and tls.key, mounted at preprocess.tls_ca,"
+        " tls_cert and tls_key.",
     )
     token_secret: DnsName | None = Field(
-        None,
-        description="Secret with the key token, mounted at preprocess.token_file.",
+        None, description="Secret with the key token, mounted at preprocess.token_file."
     )
     pod_patch: PodPatch = Field(
         default_factory=PodPatch,
-        description=(
-            "Additions to the pods (tolerations, pull secrets, env, security context, size of"
-            " /dev/shm), merged as described in docs/howto/kubernetes.md; nothing that the job"
-            " needs may be changed."
-        ),
+        description="Additions to the pods (tolerations, pull secrets, env, security context, size"
+        " of /dev/shm), merged as described in docs/howto/kubernetes.md; nothing that the job"
+        " needs may be changed.",
     )
 
 
@@ -223,20 +209,16 @@ class SkypilotSpec(Strict):
         Annotated[str, Form(r"^[A-Za-z0-9][A-Za-z0-9._-]*$", "letters, digits, . _ and -")] | None
     ) = Field(
         None,
-        description=(
-            "SkyPilot's name of the GPU, such as H100; the number of GPUs is gpus_per_node."
-        ),
+        description="SkyPilot's name of the GPU, such as H100; the number of GPUs is"
+        " gpus_per_node.",
     )
     image: Image | None = Field(
-        None,
-        description="Docker image, built with the Dockerfile that --emit skypilot writes.",
+        None, description="Docker image, built with the Dockerfile that --emit skypilot writes."
     )
     volume: DnsName | None = Field(
         None,
-        description=(
-            "SkyPilot volume with the run file, runs/ and the data; none if all nodes share these"
-            " already."
-        ),
+        description="SkyPilot volume with the run file, runs/ and the data; none if all nodes"
+        " share these already.",
     )
     mount: Folder | None = Field(
         None,

@@ -22,32 +22,26 @@ class SourceSpec(Strict):
     """One dataset."""
 
     path: str = Field(
-        description=(
-            "Folder or file of shards (tars, Parquet, Arrow, or LLaVA's JSON), relative to the run"
-            " file, or a URL that fsspec opens (s3://, https://, …)."
-        )
+        description="Folder or file of shards (tars, Parquet, Arrow, or LLaVA's JSON), relative to"
+        " the run file, or a URL that fsspec opens (s3://, https://, …)."
     )
     images: str | None = Field(
         None,
-        description=(
-            "Folder of the images that a LLaVA JSON names; by default the folder of the JSON."
-        ),
+        description="Folder of the images that a LLaVA JSON names; by default the folder of the"
+        " JSON.",
     )
     text: str | None = Field(
         None,
         min_length=1,
-        description=(
-            "Column of the Parquet or Arrow files with the texts, or the turns of conversations;"
-            " needed if it has no usual name."
-        ),
+        description="Column of the Parquet or Arrow files with the texts, or the turns of"
+        " conversations; needed if it has no usual name.",
     )
     weight: float = Field(
         1.0,
         gt=0,
         le=1000,
-        description=(
-            "Sampling rate relative to the other sources (1 = every sample once per epoch)."
-        ),
+        description="Sampling rate relative to the other sources (1 = every sample once per"
+        " epoch).",
     )
 
     name: str | None = Field(
@@ -63,10 +57,8 @@ class CurriculumPhase(Strict):
     step: int = Field(ge=0, le=1_000_000_000, description="First step with these weights.")
     weights: dict[str, Annotated[float, Field(ge=0, le=1000)]] = Field(
         min_length=1,
-        description=(
-            "Weight by name of the source, replacing its own; 0 = not drawn. Sources that are not"
-            " listed keep their previous weight."
-        ),
+        description="Weight by name of the source, replacing its own; 0 = not drawn. Sources that"
+        " are not listed keep their previous weight.",
     )
 
 
@@ -86,10 +78,8 @@ class VideoSpec(Strict):
         None,
         ge=64,
         le=2**40,
-        description=(
-            "Maximum number of pixels of all sampled frames of one video; larger frames are scaled"
-            " down."
-        ),
+        description="Maximum number of pixels of all sampled frames of one video; larger frames"
+        " are scaled down.",
     )
 
 
@@ -145,37 +135,29 @@ class DataSpec(Strict):
     sources: list[SourceSpec] = Field(default_factory=list, description="Datasets.")
     distribution: DistributionSpec | None = Field(
         None,
-        description=(
-            "Instead of sources: sizes drawn from a named distribution; for planning only, not for"
-            " training."
-        ),
+        description="Instead of sources: sizes drawn from a named distribution; for planning only,"
+        " not for training.",
     )
     curriculum: list[CurriculumPhase] = Field(
-        default_factory=list,
-        description="Phases with different weights of the sources, in order.",
+        default_factory=list, description="Phases with different weights of the sources, in order."
     )
     temperature: float = Field(
         1.0,
         ge=1,
         le=1000,
-        description=(
-            "Temperature of the mixture: samples are drawn from sources in proportion to (weight ×"
-            " samples) to the power of 1 / temperature, so higher values even them out; the epoch"
-            " is as long as at 1, where only weights count."
-        ),
+        description="Temperature of the mixture: samples are drawn from sources in proportion to"
+        " (weight × samples) to the power of 1 / temperature, so higher values even them out; the"
+        " epoch is as long as at 1, where only weights count.",
     )
     deduplicate: bool = Field(
         False,
-        description=(
-            "Use only the first of several samples with the same texts and files; indexing then"
-            " reads every file completely."
-        ),
+        description="Use only the first of several samples with the same texts and files; indexing"
+        " then reads every file completely.",
     )
     tokenizer: str = Field(
         "bytes",
-        description=(
-            "'bytes', a local Hugging Face tokenizer folder, or the name of one on Hugging Face."
-        ),
+        description="'bytes', a local Hugging Face tokenizer folder, or the name of one on Hugging"
+        " Face.",
     )
     sequence_length: int = Field(
         8192, ge=16, le=2**20, description="Length of a packed sequence in tokens."
@@ -188,20 +170,16 @@ class DataSpec(Strict):
     )
     video: VideoSpec | None = Field(
         None,
-        description=(
-            "Reading of videos by the image encoder, as in its model family; {} = with the"
-            " settings of the model's processor. Without it, videos are left out."
-        ),
+        description="Reading of videos by the image encoder, as in its model family; {} = with the"
+        " settings of the model's processor. Without it, videos are left out.",
     )
     held_out: float = Field(
         0.0,
         ge=0,
         lt=1,
-        description=(
-            "Share of the samples held out from training for train.evaluation, chosen by a hash of"
-            " source, shard and key. With 0, evaluation uses the validation splits of the folders"
-            " in sources."
-        ),
+        description="Share of the samples held out from training for train.evaluation, chosen by a"
+        " hash of source, shard and key. With 0, evaluation uses the validation splits of the"
+        " folders in sources.",
     )
     max_bad_fraction: float = Field(
         0.01, ge=0, le=1, description="Share of samples that may be unusable before the run stops."

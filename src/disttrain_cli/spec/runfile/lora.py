@@ -30,11 +30,9 @@ class LoraSpec(Strict):
 
     folder: str | None = Field(
         None,
-        description=(
-            "Local folder of a peft adapter (adapter_config.json, adapter_model.safetensors), from"
-            " which adapters start; r, lora_alpha, target_modules and use_rslora default to its"
-            " values."
-        ),
+        description="Local folder of a peft adapter (adapter_config.json,"
+        " adapter_model.safetensors), from which adapters start; r, lora_alpha, target_modules and"
+        " use_rslora default to its values.",
     )
     r: int | None = Field(
         None, ge=1, le=65_536, description="Rank of the adapters; 8 by default, as in peft."
@@ -47,35 +45,28 @@ class LoraSpec(Strict):
     )
     target_modules: list[str] | str | None = Field(
         None,
-        description=(
-            "Linear layers with adapters, in peft's notation: suffixes of their names (q_proj), a"
-            " regular expression of complete names, or all-linear: all except an LLM's head."
-        ),
+        description="Linear layers with adapters, in peft's notation: suffixes of their names"
+        " (q_proj), a regular expression of complete names, or all-linear: all except an LLM's"
+        " head.",
     )
     use_rslora: bool | None = Field(
         None,
-        description=(
-            "Scale by lora_alpha / √r instead (Kalajdzievski 2023, arXiv 2312.03732); false by"
-            " default."
-        ),
+        description="Scale by lora_alpha / √r instead (Kalajdzievski 2023, arXiv 2312.03732);"
+        " false by default.",
     )
 
     lora_dropout: float | None = Field(
         None,
         ge=0,
         lt=1,
-        description=(
-            "Dropout of an adapter's input during training, the same in every layout; 0 by"
-            " default, or the value of the adapter's folder."
-        ),
+        description="Dropout of an adapter's input during training, the same in every layout; 0 by"
+        " default, or the value of the adapter's folder.",
     )
     modules_to_save: list[str] | None = Field(
         None,
-        description=(
-            "Parts of the module that are trained completely in addition to adapters, by suffixes"
-            " of their names as in peft: embed_tokens, lm_head; norm is every norm whose name ends"
-            " with it."
-        ),
+        description="Parts of the module that are trained completely in addition to adapters, by"
+        " suffixes of their names as in peft: embed_tokens, lm_head; norm is every norm whose name"
+        " ends with it.",
     )
 
     @model_validator(mode="after")

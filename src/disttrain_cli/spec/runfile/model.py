@@ -39,15 +39,13 @@ class NoiseSpec(Strict):
 
     prediction: Literal["epsilon", "v_prediction", "flow"] | None = Field(
         None,
-        description=(
-            "Training target: the noise, the velocity, or the rectified flow from image to noise."
-        ),
+        description="Training target: the noise, the velocity, or the rectified flow from image to"
+        " noise.",
     )
     betas: Literal["linear", "scaled_linear", "squaredcos_cap_v2"] | None = Field(
         None,
-        description=(
-            "Schedule of the noise variance (diffusers' beta_schedule); not used with flow."
-        ),
+        description="Schedule of the noise variance (diffusers' beta_schedule); not used with"
+        " flow.",
     )
     beta_start: float | None = Field(
         None, gt=0, lt=1, description="Noise variance at the first timestep."
@@ -60,10 +58,8 @@ class NoiseSpec(Strict):
     )
     density: Literal["uniform", "logit_normal", "mode"] | None = Field(
         None,
-        description=(
-            "Flow: distribution of the timesteps (Stable Diffusion 3, arXiv 2403.03206, section"
-            " 3.1); uniform by default."
-        ),
+        description="Flow: distribution of the timesteps (Stable Diffusion 3, arXiv 2403.03206,"
+        " section 3.1); uniform by default.",
     )
     logit_mean: float | None = Field(
         None,
@@ -72,26 +68,20 @@ class NoiseSpec(Strict):
         description="logit_normal: mean; values above 0 give more noise, 0 by default.",
     )
     logit_std: float | None = Field(
-        None,
-        gt=0,
-        le=10,
-        description="logit_normal: standard deviation, 1 by default.",
+        None, gt=0, le=10, description="logit_normal: standard deviation, 1 by default."
     )
     mode_scale: float | None = Field(
         None,
         ge=-1,
         le=1.75,
-        description=(
-            "mode: values above 0 favour the middle, values below 0 both ends; 1.29 by default."
-        ),
+        description="mode: values above 0 favour the middle, values below 0 both ends; 1.29 by"
+        " default.",
     )
     shift: Annotated[float, Field(gt=0, le=1000)] | Literal["resolution"] | None = Field(
         None,
-        description=(
-            "Flow: shift of the timesteps towards noise, in training and in sampling: s of s·σ /"
-            " (1 + (s − 1)·σ), 3 in Stable Diffusion 3; or resolution: by the image's number of"
-            " tokens, like diffusers' dynamic shifting. 1 if neither this nor the folder sets it."
-        ),
+        description="Flow: shift of the timesteps towards noise, in training and in sampling: s of"
+        " s·σ / (1 + (s − 1)·σ), 3 in Stable Diffusion 3; or resolution: by the image's number of"
+        " tokens, like diffusers' dynamic shifting. 1 if neither this nor the folder sets it.",
     )
 
 
@@ -101,26 +91,21 @@ class ModuleSpec(Strict):
     kind: Kind = Field(description="Role of the module: before the LLM, the LLM, or after it.")
     architecture: str | None = Field(
         None,
-        description=(
-            "Architecture by name, as in the model_type of a config.json: vit, clip_vision_model,"
-            " siglip_vision_model, internvl_vision, idefics3_vision, smolvlm_vision,"
-            " qwen2_5_vl_vision, qwen3_vl_vision, whisper; llama, mistral, qwen2, qwen3,"
-            " qwen2_5_vl_text, qwen3_vl_text; unet2d_condition, pixart, sd3, flux, lumina2,"
-            " qwen_image, and whole flux2, z_image, wan, skyreels_v2, chroma, ovis_image,"
-            " longcat_image, hunyuan_image, sana, prx."
-        ),
+        description="Architecture by name, as in the model_type of a config.json: vit,"
+        " clip_vision_model, siglip_vision_model, internvl_vision, idefics3_vision,"
+        " smolvlm_vision, qwen2_5_vl_vision, qwen3_vl_vision, whisper; llama, mistral, qwen2,"
+        " qwen3, qwen2_5_vl_text, qwen3_vl_text; unet2d_condition, pixart, sd3, flux, lumina2,"
+        " qwen_image, and whole flux2, z_image, wan, skyreels_v2, chroma, ovis_image,"
+        " longcat_image, hunyuan_image, sana, prx.",
     )
     folder: str | None = Field(
         None,
-        description=(
-            "Local folder with a Hugging Face config.json, instead of a name; if it contains"
-            " weights (safetensors), training starts from them. For encoders and LLMs also a"
-            " model's name on Hugging Face: org/name, org/name@revision."
-        ),
+        description="Local folder with a Hugging Face config.json, instead of a name; if it"
+        " contains weights (safetensors), training starts from them. For encoders and LLMs also a"
+        " model's name on Hugging Face: org/name, org/name@revision.",
     )
     pretrained: bool = Field(
-        True,
-        description=("Start from the weights in the folders; false: from random weights."),
+        True, description=("Start from the weights in the folders; false: from random weights.")
     )
     config: dict[str, Any] = Field(
         default_factory=dict, description="Fields of the architecture's configuration class."
@@ -129,29 +114,23 @@ class ModuleSpec(Strict):
         1,
         ge=1,
         le=1024,
-        description=(
-            "Encoders: amount of input per LLM token: patches per side of a square of the image,"
-            " or positions of the audio."
-        ),
+        description="Encoders: amount of input per LLM token: patches per side of a square of the"
+        " image, or positions of the audio.",
     )
     feature_layer: int | None = Field(
         None,
         ge=-1024,
         le=-1,
-        description=(
-            "Image encoders: block whose output the LLM reads, counted from the end (-2: the last"
-            " but one, as in LLaVA with CLIP), without the final norm; later blocks are not built."
-            " None: the last block, with the norm."
-        ),
+        description="Image encoders: block whose output the LLM reads, counted from the end (-2:"
+        " the last but one, as in LLaVA with CLIP), without the final norm; later blocks are not"
+        " built. None: the last block, with the norm.",
     )
     projector: Projector = Field(
         "mlp",
-        description=(
-            "Encoders: projector between the module and the LLM: mlp, a two-layer MLP; norm_mlp,"
-            " the same after a norm of the merged rows, as in InternVL; linear, one linear layer"
-            " without bias, as in SmolVLM (the last two: image encoders with merge); none, if a"
-            " tower's merger already outputs the LLM's width (qwen2_5_vl_vision, qwen3_vl_vision)."
-        ),
+        description="Encoders: projector between the module and the LLM: mlp, a two-layer MLP;"
+        " norm_mlp, the same after a norm of the merged rows, as in InternVL; linear, one linear"
+        " layer without bias, as in SmolVLM (the last two: image encoders with merge); none, if a"
+        " tower's merger already outputs the LLM's width (qwen2_5_vl_vision, qwen3_vl_vision).",
     )
     image_size: int | None = Field(
         None, ge=8, le=4096, description="Generators: side length of a generated image in pixels."
@@ -159,12 +138,10 @@ class ModuleSpec(Strict):
     buckets: list[tuple[BucketSide, BucketSide]] | None = Field(
         None,
         min_length=1,
-        description=(
-            "Generators (all but unet2d_condition and pixart): sizes [width, height] in pixels of"
-            " training images, of about equal area, instead of squares of image_size: each image"
-            " uses the size with the nearest aspect ratio, resized and cropped. Sampled images are"
-            " still squares of image_size."
-        ),
+        description="Generators (all but unet2d_condition and pixart): sizes [width, height] in"
+        " pixels of training images, of about equal area, instead of squares of image_size: each"
+        " image uses the size with the nearest aspect ratio, resized and cropped. Sampled images"
+        " are still squares of image_size.",
     )
     context_tokens: int = Field(
         8,
@@ -174,39 +151,29 @@ class ModuleSpec(Strict):
     )
     vae: dict[str, Any] | None = Field(
         None,
-        description=(
-            "Generators: fields of the VAE in whose latent space images are denoised, and as"
-            " _class_name its class in diffusers (AutoencoderKL if there is none); it is frozen and"
-            " encodes target images on the generator's first stage."
-        ),
+        description="Generators: fields of the VAE in whose latent space images are denoised, and"
+        " as _class_name its class in diffusers (AutoencoderKL if there is none); it is frozen and"
+        " encodes target images on the generator's first stage.",
     )
     vae_folder: str | None = Field(
         None,
-        description=(
-            "Generators: local folder of a diffusers VAE with its weights; fields of vae override"
-            " those of its config.json."
-        ),
+        description="Generators: local folder of a diffusers VAE with its weights; fields of vae"
+        " override those of its config.json.",
     )
     noise: NoiseSpec | None = Field(
         None,
-        description=(
-            "Generators: noising of images; overrides a scheduler_config.json in the folder or its"
-            " subfolder scheduler."
-        ),
+        description="Generators: noising of images; overrides a scheduler_config.json in the"
+        " folder or its subfolder scheduler.",
     )
     cached_latents: bool = Field(
         False,
-        description=(
-            "Generators with a vae: training reads latents prepared by `disttrain data latents`,"
-            " so that the vae does not run."
-        ),
+        description="Generators with a vae: training reads latents prepared by `disttrain data"
+        " latents`, so that the vae does not run.",
     )
     lora: LoraSpec | None = Field(
         None,
-        description=(
-            "Adapters, which are trained instead of the module's weights if `trained` lists the"
-            " module; its projector still belongs to the projectors."
-        ),
+        description="Adapters, which are trained instead of the module's weights if `trained`"
+        " lists the module; its projector still belongs to the projectors.",
     )
 
     @model_validator(mode="after")
@@ -252,18 +219,14 @@ class ModelSpec(Strict):
 
     folder: str | None = Field(
         None,
-        description=(
-            "Folder of a complete published vision-language model, or its name on Hugging Face"
-            " (org/name, org/name@revision), which defines its modules (vision, llm) and their"
-            " starting weights; entries in `modules` with the same name adjust or replace one."
-        ),
+        description="Folder of a complete published vision-language model, or its name on Hugging"
+        " Face (org/name, org/name@revision), which defines its modules (vision, llm) and their"
+        " starting weights; entries in `modules` with the same name adjust or replace one.",
     )
     adapter: str | None = Field(
         None,
-        description=(
-            "Local folder of a peft adapter for the complete published model of `folder`; it sets"
-            " `lora` of its modules, which start from it."
-        ),
+        description="Local folder of a peft adapter for the complete published model of `folder`;"
+        " it sets `lora` of its modules, which start from it.",
     )
     modules: dict[str, ModuleSpec] = Field(
         default_factory=dict, description="Modules by name, in any order."
@@ -279,11 +242,9 @@ class ModelSpec(Strict):
     )
     trained: list[str] | None = Field(
         None,
-        description=(
-            "Modules whose weights are trained, and 'projectors' for the layers that connect"
-            " modules, including Qwen-VL's mergers; by default all. The others are frozen. For a"
-            " module with lora, its adapters (also those of the merger) are trained or frozen."
-        ),
+        description="Modules whose weights are trained, and 'projectors' for the layers that"
+        " connect modules, including Qwen-VL's mergers; by default all. The others are frozen. For"
+        " a module with lora, its adapters (also those of the merger) are trained or frozen.",
     )
 
     @model_validator(mode="after")

@@ -38,34 +38,26 @@ class PreprocessSpec(Strict):
     )
     addresses: list[Annotated[str, AfterValidator(_address)]] = Field(
         default_factory=list,
-        description=(
-            "Preprocessing workers from which ranks fetch data, as grpc://HOST:PORT or"
-            " grpc+tls://HOST:PORT; if empty, ranks prepare their data themselves."
-        ),
+        description="Preprocessing workers from which ranks fetch data, as grpc://HOST:PORT or"
+        " grpc+tls://HOST:PORT; if empty, ranks prepare their data themselves.",
     )
     tls_ca: str | None = Field(
-        None,
-        description="CA certificate file (PEM) that signed the workers' certificates.",
+        None, description="CA certificate file (PEM) that signed the workers' certificates."
     )
     token_file: str | None = Field(
         None,
-        description=(
-            "File of the secret shared by ranks and workers; needed for workers on addresses other"
-            " than loopback."
-        ),
+        description="File of the secret shared by ranks and workers; needed for workers on"
+        " addresses other than loopback.",
     )
     tls_cert: str | None = Field(
         None,
-        description=(
-            "Certificate file (PEM) of the preprocessing nodes that --emit slurm and jobset start;"
-            " with Slurm, {host} is replaced by the node's name."
-        ),
+        description="Certificate file (PEM) of the preprocessing nodes that --emit slurm and"
+        " jobset start; with Slurm, {host} is replaced by the node's name.",
     )
     tls_key: str | None = Field(
         None,
-        description=(
-            "Private key file (PEM) of tls_cert; with Slurm, {host} is replaced by the node's name."
-        ),
+        description="Private key file (PEM) of tls_cert; with Slurm, {host} is replaced by the"
+        " node's name.",
     )
     wait_s: float = Field(
         300.0,

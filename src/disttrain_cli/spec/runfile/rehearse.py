@@ -15,13 +15,11 @@ class FaultSpec(Strict):
     """Slow-down relative to the profile that a rehearsal injects."""
 
     slow: Literal["rank", "stage", "link", "worker", "host", "node"] = Field(
-        description=(
-            "rank: one replica of a stage computes slower; stage: all of them do; link: messages"
-            " that leave the stage, and their gradients, take longer; worker: the data of a unit's"
-            " replicas take longer to prepare; host: one replica of a stage starts its operations"
-            " with a delay, so that they take longer including the wait; node: all devices of a"
-            " node of the cluster compute slower, whatever the plan assigns to them."
-        )
+        description="rank: one replica of a stage computes slower; stage: all of them do; link:"
+        " messages that leave the stage, and their gradients, take longer; worker: the data of a"
+        " unit's replicas take longer to prepare; host: one replica of a stage starts its"
+        " operations with a delay, so that they take longer including the wait; node: all devices"
+        " of a node of the cluster compute slower, whatever the plan assigns to them."
     )
     unit: str | None = Field(None, description="Unit of the plan; needed for all except node.")
     node: int | None = Field(
@@ -38,10 +36,8 @@ class FaultSpec(Strict):
         None,
         ge=0,
         le=MOST_GPUS,
-        description=(
-            "rank: rank within the replica's CP group, for which the others wait; by default all"
-            " of them."
-        ),
+        description="rank: rank within the replica's CP group, for which the others wait; by"
+        " default all of them.",
     )
     factor: float = Field(ge=1e-3, le=1e6, description="Factor by which it takes longer.")
     from_step: int = Field(0, ge=0, le=MOST_STEPS, description="First step with the fault.")
@@ -81,17 +77,13 @@ class RehearseSpec(Strict):
     )
     time_scale: Annotated[float, Field(gt=0, le=1e6)] | Literal["auto"] = Field(
         "auto",
-        description=(
-            "Seconds of the rehearsal per second of the cluster; auto: slow enough for this"
-            " machine to keep up."
-        ),
+        description="Seconds of the rehearsal per second of the cluster; auto: slow enough for"
+        " this machine to keep up.",
     )
     gpus_per_process: Annotated[int, Field(ge=1, le=MOST_GPUS)] | Literal["auto"] = Field(
         "auto",
-        description=(
-            "Number of GPUs of one stage that each process emulates, in whole TP groups; auto: the"
-            " smallest number with at most 24 processes."
-        ),
+        description="Number of GPUs of one stage that each process emulates, in whole TP groups;"
+        " auto: the smallest number with at most 24 processes.",
     )
     messages: Literal["scaled", "real"] = Field(
         "scaled",

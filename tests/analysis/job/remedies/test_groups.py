@@ -1,7 +1,5 @@
 """Slow ranks inside CP groups, whose passes are as long as those of the ranks that wait."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

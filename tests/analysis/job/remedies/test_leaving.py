@@ -1,7 +1,5 @@
 """What a job gains without a slow host, beside the job that the plan would make."""
 
-from __future__ import annotations
-
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest

@@ -1,8 +1,6 @@
 """Remedies beside the truth: jobs with faults, and the same jobs without one of them, played
 themselves."""
 
-from __future__ import annotations
-
 import itertools
 from types import SimpleNamespace
 
@@ -278,12 +276,10 @@ def test_free_changes_come_before_bought_ones():
             at_most=at_most,
         )
 
-    free, bought, planned, little = (
-        remedy(5.0),
-        remedy(30.0, gpus=1),
-        remedy(4.0, basis="plan"),
-        remedy(0.5),
-    )
+    free = remedy(5.0)
+    bought = remedy(30.0, gpus=1)
+    planned = remedy(4.0, basis="plan")
+    little = remedy(0.5)
     assert fitting([bought, free, little, planned], "unit") is planned
     assert fitting([bought, free, little], "unit") is free
     assert fitting([bought, little], "unit") is bought

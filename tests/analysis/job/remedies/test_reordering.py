@@ -1,8 +1,6 @@
 """Reordered slots: what the replay predicts beside the same steps, simulated under the policy
 `paper`."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

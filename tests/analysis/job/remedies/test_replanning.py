@@ -1,7 +1,5 @@
 """A new plan from recorded times, beside the simulated job that it would make."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -75,10 +73,8 @@ def test_a_slow_rank_is_not_planned_for(tmp_path):
     synthetic.write(tmp_path, synthetic.Synthetic(slow_rank={3: 2.0}))
     database = open_database([tmp_path])
     graph = build_graph(database)
-    record, why = (
-        record_of(database, graph),
-        explain(graph, graph.recorded.compute, graph.predicted),
-    )
+    record = record_of(database, graph)
+    why = explain(graph, graph.recorded.compute, graph.predicted)
     cost = corrected(record, why).modules["llm"].costs["block"]
     assert cost.tp["1"].forward_ms.per_token == pytest.approx(synthetic.RATE_MS["llm"], rel=1e-3)
     assert replan(record, why) is None  # its profile does not say what brings the encoder its work

@@ -1,7 +1,5 @@
 """Other numbers of replicas: what the replay predicts beside the changed job, simulated itself."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np
@@ -99,10 +97,8 @@ def test_the_changed_job_takes_what_the_replay_says(tmp_path, case):
     slots, units, stretch = TINY[case]
     profile = planning.tiny(planning.run_file(batch=48, gpus=12), kind="cuda")
     recorded = record(tmp_path, profile, simulated.layout_of(profile, 48, slots, **units), stretch)
-    now, true_now = (
-        recorded.graph.replay(recorded.graph.recorded).mean(),
-        step_s(profile, recorded.job.layout, stretch),
-    )
+    now = recorded.graph.replay(recorded.graph.recorded).mean()
+    true_now = step_s(profile, recorded.job.layout, stretch)
     tried = layouts(recorded.job)
     assert len(tried) >= 5
     gains = []

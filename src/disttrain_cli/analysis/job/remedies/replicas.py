@@ -30,7 +30,8 @@ from disttrain_cli.analysis.walk import Floats, Ints, walk_of
 from disttrain_cli.costs.layout import CostedStage, stages_of
 from disttrain_cli.costs.memoised import memoised
 from disttrain_cli.costs.memory import layout_memory
-from disttrain_cli.spec.plan import Layout, StageMemory, UnitPlan
+from disttrain_cli.spec.plan import Layout, UnitPlan
+from disttrain_cli.spec.prediction import StageMemory
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.trace import Job
 
@@ -197,10 +198,7 @@ def _times(record: Record, layout: Layout) -> Floats:
         [
             [
                 sum(float(times[0]) for times in part)
-                for part in zip(
-                    *(cost.parts_ms for cost in stage.costs),
-                    strict=True,
-                )
+                for part in zip(*(cost.parts_ms for cost in stage.costs), strict=True)
             ]
             for stage in record.stages
         ]

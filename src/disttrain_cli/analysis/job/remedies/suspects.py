@@ -143,13 +143,13 @@ def _factors(graph: Graph, mask: NDArray[np.bool_]) -> dict[int, Floats]:
         known = expected.sum(axis=1) > 0
         if not known.any():
             return {}
-        whole = took[known].sum(axis=1) / expected[known].sum(axis=1)
-        usual = int(np.argsort(whole)[(len(whole) - 1) // 2])
+        ratio = took[known].sum(axis=1) / expected[known].sum(axis=1)
+        usual = int(np.argsort(ratio)[(len(ratio) - 1) // 2])
         factors[stage] = np.divide(
             took[known][usual],
             expected[known][usual],
             where=expected[known][usual] > 0,
-            out=np.full(took.shape[1], whole[usual]),
+            out=np.full(took.shape[1], ratio[usual]),
         )
     return factors
 
@@ -235,11 +235,7 @@ def _hosts(graph: Graph, why: Explained, where: Mapping[int, Place]) -> list[Sus
         return mended
 
     return by_rank(
-        "host",
-        graph.rank,
-        where,
-        gap + late + (recorded.compute - why.ranked).clip(0.0),
-        mend,
+        "host", graph.rank, where, gap + late + (recorded.compute - why.ranked).clip(0.0), mend
     )
 
 
