@@ -58,7 +58,7 @@ def test_what_is_set_is_as_if_it_were_edited(file, setting, path, value):
 def test_steps_that_are_set_replace_epochs_and_the_reverse(file):
     by_epochs = read_run(file, "train.epochs=2").file.train
     assert (by_epochs.steps, by_epochs.epochs) == (None, 2)
-    file.write_text(file.read_text().replace("  steps: 360", "  epochs: 2"))
+    file.write_text(file.read_text().replace("  steps: 240", "  epochs: 2"))
     by_steps = read_run(file, "train.steps=7").file.train
     assert (by_steps.steps, by_steps.epochs) == (7, None)
     for settings in (("train.steps=7", "train.epochs=2"), ("train.epochs=null",)):
@@ -73,7 +73,7 @@ def test_steps_that_are_set_replace_epochs_and_the_reverse(file):
         ("=3", "allowed: KEY=VALUE"),
         ("train..steps=3", "allowed: KEY=VALUE"),
         ("train.steps=[", "the value is not valid YAML"),
-        ("train.steps.x=3", "'x' is inside 360, which has no fields"),
+        ("train.steps.x=3", "'x' is inside 240, which has no fields"),
         ("data.sources.2.weight=3", "'2' is no index of a list of 2"),
         ("data.sources.-1.weight=3", "'-1' is no index of a list of 2"),
         ("train.stepz=3", "settings train.stepz: unknown key; did you mean steps?"),
@@ -100,7 +100,7 @@ def test_a_wrong_setting_is_named_and_wrong_usage(file, setting, said):
 
 
 def test_what_is_wrong_in_the_file_stays_the_files(file):
-    file.write_text(file.read_text().replace("  steps: 360", "  stepz: 360"))
+    file.write_text(file.read_text().replace("  steps: 240", "  stepz: 240"))
     with pytest.raises(SpecError) as refused:
         read_run(file, "train.precisio=bf16", "train.seed=3")
     assert "settings train.precisio" in refused.value.why
