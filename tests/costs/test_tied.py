@@ -113,9 +113,7 @@ def test_a_copy_on_a_later_stage_of_a_rank_leaves_the_rank_in_its_place() -> Non
         gpus=2,
         layers_per_stage=[4, 3, 4, 3],
     )
-    plan = Layout(
-        global_batch_size=2, microbatch_size=1, microbatches=2, gpus_used=2, units=[unit]
-    )
+    plan = Layout(global_batch_size=2, microbatch_size=1, microbatches=2, gpus_used=2, units=[unit])
     stages = stages_of(profile, plan)
     apart = [stage.number for stage in stages if stage.twin is not None]
     devices = by_device(stages)
