@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from disttrain_cli.costs.layout import by_device, optimizer_s, reduce_s, stages_of
+from disttrain_cli.costs.layout import by_device, copies_s, optimizer_s, reduce_s, stages_of
 from disttrain_cli.costs.links import all_reduce_s
 from disttrain_cli.costs.memory import GIB, layout_memory
 from disttrain_cli.costs.overlap import hidden
@@ -101,6 +101,28 @@ def test_states_are_there_once_on_two_stages_of_a_rank() -> None:
     assert (two.peak_gib - one.peak_gib) * GIB == pytest.approx(SHARED * 12)
     mine, both = (by_device(stages_of(profile, plan))[1] for profile in profiled)
     assert both.trained - mine.trained == SHARED
+
+
+def test_a_copy_on_a_later_stage_of_a_rank_leaves_the_rank_in_its_place() -> None:
+    profile, _ = profiles()
+    unit = UnitPlan(
+        name="all",
+        modules=list(profile.modules),
+        pp=2,
+        chunks=2,
+        gpus=2,
+        layers_per_stage=[4, 3, 4, 3],
+    )
+    plan = Layout(global_batch_size=2, microbatch_size=1, microbatches=2, gpus_used=2, units=[unit])
+    stages = stages_of(profile, plan)
+    apart = [stage.number for stage in stages if stage.twin is not None]
+    devices = by_device(stages)
+    assert len(apart) == 2 and max(apart) > 1
+    assert [device.index for device in devices] == [0, 1]
+    assert [device.copied for device in devices] == [SHARED, SHARED]
+    for stage in (stages[number] for number in apart):
+        alone_s = copies_s(profile, plan, stage, 1)
+        assert copies_s(profile, plan, devices[stage.index % 2], 1) == alone_s > 0
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1])

@@ -151,13 +151,18 @@ def _trained(
 
 
 def by_device(stages: Sequence[CostedStage]) -> list[CostedStage]:
-    """Return the stages, those on the same ranks (`UnitPlan.chunks`) as one with all layers."""
+    """Return the stages, those on the same ranks (`UnitPlan.chunks`) as one with all layers.
+
+    It has the place of the first, by which rows of a reduction and of a step are recorded.
+    """
     alike: dict[tuple[int, ...], list[CostedStage]] = {}
     for stage in stages:
         alike.setdefault(stage.ranks, []).append(stage)
     return [
         replace(
-            next((one for one in own if one.twin is not None), own[0]),
+            own[0],
+            twin=next((one.twin for one in own if one.twin is not None), None),
+            copied=sum(one.copied for one in own),
             held=[layer for one in own for layer in one.held],
             numbers=[count for one in own for count in one.numbers],
             expert_numbers=[count for one in own for count in one.expert_numbers],
