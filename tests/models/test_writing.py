@@ -1,5 +1,7 @@
 """Text written by the layers: token by token what transformers' own generation writes."""
 
+from dataclasses import replace
+
 import torch
 
 from disttrain_cli.models.graph import build_layers, describe, layer_table
@@ -21,12 +23,12 @@ def batch_of(rows):
     )
 
 
-def written(run, rows, layers, **more):
+def written(run, rows, layers, batch=None, **more):
     allowed = torch.ones(261, dtype=torch.bool)
     allowed[[256, 257, 259, 260]] = False
     return write(
         layers,
-        batch_of(rows),
+        batch or batch_of(rows),
         describe(run),
         [len(row) for row in rows],
         **{"most": WIDTH, "ends": {258}, "allowed": allowed} | more,
@@ -76,3 +78,12 @@ def test_at_a_temperature_texts_are_drawn_from_the_seed(make_run):
         run, [[257, 68]] * 2, layers, temperature=2.0, seed=2
     )
     assert written(run, [[257, 68]], layers, temperature=1e-6) == written(run, [[257, 68]], layers)
+
+
+def test_a_prompt_without_room_keeps_its_image_beside_shorter_ones(make_run):
+    run, layers = make_run(), model(make_run())
+    rows = [[257, 68, 114], [257] + [65] * (WIDTH - 1)]
+    batch = batch_of(rows)
+    image = Items([(2, 2)], {0: [torch.ones(1, 3, 8, 8)]}, rows=torch.tensor([2 * WIDTH - 1]))
+    seen = replace(batch, items={**batch.items, "image": image})
+    assert written(run, rows, layers, batch=seen)[0] == written(run, rows[:1], layers)[0]

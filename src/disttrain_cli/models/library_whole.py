@@ -464,5 +464,6 @@ def _call_from(processor: LibraryProcessor, digest: str, config: Any) -> TowerCa
             inside, following = processor.positions(size)
             own = processor.row, torch.from_numpy(inside), following
             _check_positions(config.model_type, call.positions, ids, *own)
-        _calls[key] = call._replace(joins=processor.joins)
+        # rows of padded clips are apart from each other
+        _calls[key] = call._replace(joins=not call.padded and processor.joins)
     return _calls[key]

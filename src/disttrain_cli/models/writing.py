@@ -60,7 +60,7 @@ def write(
     while going:
         at = [lengths[number] + len(written[number]) for number in going]
         if max(at) > filled:
-            filled = min(width, max(at) + ROOM)
+            filled = min(width, max(*lengths, *at) + ROOM)  # all prompts' items are among them
             begun = _beginning(batch, filled)
         state = dict(read)
         begun = replace(begun, token_ids=ids[:, :filled].contiguous(), cache={})

@@ -400,14 +400,14 @@ class LibraryProcessor:
         import numpy as np
 
         contents = [self._blank(numbers) for numbers in self.call.sizes]
-        each = [self._said(self.placeholder, [content])[1] for content in contents]
         try:
+            each = [self._said(self.placeholder, [content])[1] for content in contents]
             _, both = self._said("\n".join([self.placeholder] * len(contents)), contents)
             return both.keys() == each[0].keys() and all(
                 np.array_equal(together, np.concatenate([one[name] for one in each]))
                 for name, together in both.items()
             )
-        except (KeyError, ValueError):  # each has another form, or the processor takes one only
+        except (KeyError, ValueError):  # each has another form, or the processor takes fewer
             return False
 
     def _loaded(self) -> Any:

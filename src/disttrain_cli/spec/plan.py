@@ -332,7 +332,6 @@ class Layout(Strict):
         return " → ".join(f"{unit.name} ({unit.degrees})" for unit in self.units)
 
 
-#: Components of the peak memory of a stage; "NAME_gib" each.
 class Baseline(Strict):
     """Best layout of another strategy, simulated like the plan."""
 

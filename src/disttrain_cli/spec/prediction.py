@@ -10,7 +10,7 @@ from disttrain_cli.spec.files import Strict
 
 #: Origin of a figure: measured by this project, stated by a catalogue or by others, assumed.
 Basis = Literal["measured", "stated", "assumed"]
-#: Components of the memory of a stage.
+#: Components of the peak memory of a stage; "NAME_gib" each.
 PARTS = (
     "weights",
     "gradients",

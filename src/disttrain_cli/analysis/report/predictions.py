@@ -200,6 +200,7 @@ def memory(analysis: Analysis) -> str:
         held[:MOST_ROWS],
         [("Rank", lambda rank: str(rank.rank)), ("Peak", lambda rank: gib(rank.memory_peak_gib))],
         "memory",
+        narrow=True,
     )
 
 

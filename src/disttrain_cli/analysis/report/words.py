@@ -103,7 +103,9 @@ def card(
     rows: Sequence[Row],
     columns: Columns[Row],
     name: str = "",
+    *,
     shown: int | None = None,
+    narrow: bool = False,
 ) -> str:
     """Return a `section` with a `grid`, whose rows after the first `shown` are folded.
 
@@ -111,7 +113,7 @@ def card(
     """
     if not rows:
         return ""
-    body = grid(rows[:shown], columns, label=title)
+    body = grid(rows[:shown], columns, label=title, narrow=narrow)
     if shown is not None and len(rows) > shown:
         body += folded(f"{len(rows) - shown} more", grid(rows[shown:], columns))
     return section(title, note, body, name)
