@@ -169,7 +169,9 @@ class _Product(torch.autograd.Function):
             operands,
             product,
         )
-        return product(rows_SD, weight_EDF, offs)
+        made_SF = product(rows_SD, weight_EDF, offs)
+        # padded ones are views, to which the library could not add a bias in place
+        return made_SF.clone() if made_SF._is_view() else made_SF
 
     @staticmethod
     def backward(ctx: Any, gradient_SF: Tensor) -> tuple[Tensor | None, ...]:
